@@ -1,0 +1,49 @@
+"""PyTorch checkpoints to named JAX arrays and back, reading only what each device needs.
+
+source = open_source("moonshotai/Kimi-K2.5")
+mapping = detect(source, mappings.kimi_k25.mappings(layers=27, embed=1152, ...))
+params = load_parameters(source, mapping, {path: Target(shape, "bfloat16", sharding) for path, shape in mapping.shapes.items()})
+save_checkpoint("kimi", params, {"source": source.name})
+"""
+
+from checkpoints_convert import mappings
+from checkpoints_convert.convert import (
+    Target,
+    is_checkpoint,
+    load_parameters,
+    read_metadata,
+    restore_checkpoint,
+    restore_host,
+    save_checkpoint,
+    stored_targets,
+)
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.export import export_checkpoint, export_parameters
+from checkpoints_convert.mapping import Entry, Mapping, Reorder, detect
+from checkpoints_convert.sources import Source, TensorInfo, open_source
+from checkpoints_convert.verify import Report, inspect, verify
+
+__all__ = [
+    "CheckpointError",
+    "Entry",
+    "Mapping",
+    "Reorder",
+    "Report",
+    "Source",
+    "Target",
+    "TensorInfo",
+    "detect",
+    "export_checkpoint",
+    "export_parameters",
+    "inspect",
+    "is_checkpoint",
+    "load_parameters",
+    "mappings",
+    "open_source",
+    "read_metadata",
+    "restore_checkpoint",
+    "restore_host",
+    "save_checkpoint",
+    "stored_targets",
+    "verify",
+]

@@ -1,0 +1,236 @@
+"""From a checkpoint into sharded JAX arrays, and to and from a converted (Orbax) checkpoint on disk."""
+
+import json
+import os
+from collections.abc import Callable
+from collections.abc import Mapping as MappingABC
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from jax.experimental import multihost_utils
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.folders import begin_folder, clear, finish_folder
+from checkpoints_convert.mapping import Index, Mapping, empty_aligned
+from checkpoints_convert.sources import NumpyArray, Source
+
+METADATA_FILE = "checkpoint.json"
+FORMAT = "checkpoints_convert 1"
+_ARRAYS = "arrays"
+_INLINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one parameter is to become: `sharding` None is the first local device."""
+
+    shape: tuple[int, ...]
+    dtype: npt.DTypeLike
+    sharding: jax.sharding.Sharding | None = None
+
+
+def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, Target]) -> dict[str, jax.Array]:
+    """Reads a tower straight into its shardings.
+
+    Each process reads the slices that its own devices hold and nothing else. Beside the result there is about one
+    parameter in host memory at a time (on CPU none: JAX takes over the buffer that the file was read into).
+
+    Args:
+        source: The checkpoint.
+        mapping: The tower's mapping, as `detect` gives it.
+        targets: Every parameter of the mapping, by path.
+
+    Returns:
+        Path -> array of the target's shape, dtype and sharding.
+
+    Raises:
+        CheckpointError: With every problem of the checkpoint in one report; nothing has been read then.
+    """
+    problems = mapping.check(source, {path: target.shape for path, target in targets.items()})
+    if problems:
+        raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower asked for", problems)
+    loaded: dict[str, jax.Array] = {}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for path, target in targets.items():
+            read = _reader(source, mapping, path, target, pool)
+            array = jax.make_array_from_callback(target.shape, _sharding(target), read)
+            loaded[path] = jax.block_until_ready(array)
+    return loaded
+
+
+def save_checkpoint(
+    path: str | Path,
+    params: MappingABC[str, jax.Array],
+    metadata: MappingABC[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes a converted checkpoint. Whatever stops it, `path` is absent or whole, never in between.
+
+    Args:
+        path: The folder to make. Only one save at a time may go there.
+        params: Path -> array, of any sharding.
+        metadata: Anything JSON holds: config, provenance, ...; comes back from `read_metadata`.
+        overwrite: Replace what is there.
+
+    Raises:
+        CheckpointError: There is something at `path` already.
+    """
+    partial, destination = begin_folder(path, overwrite=overwrite)
+    description = {
+        "format": FORMAT,
+        "parameters": {
+            name: {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name} for name, value in params.items()
+        },
+        "metadata": dict(metadata or {}),
+    }
+    text = json.dumps(description, indent=1)
+
+    first = jax.process_index() == 0
+    if first:
+        clear(partial)
+        (partial / METADATA_FILE).write_text(text)
+    _barrier("checkpoints_convert.begin")
+    with _checkpointer() as checkpointer:
+        checkpointer.save(partial / _ARRAYS, dict(params))
+    _barrier("checkpoints_convert.written")
+    if first:
+        finish_folder(partial, destination)
+    _barrier("checkpoints_convert.done")
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """The metadata given to `save_checkpoint`.
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    metadata = _describe(path)["metadata"]
+    assert isinstance(metadata, dict)
+    return metadata
+
+
+def stored_targets(path: str | Path) -> dict[str, Target]:
+    """Shape and dtype of each parameter in a converted checkpoint, in the form that `restore_checkpoint` takes.
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    parameters = _describe(path)["parameters"]
+    return {name: Target(tuple(entry["shape"]), _dtype(entry["dtype"])) for name, entry in parameters.items()}
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a folder that `save_checkpoint` wrote."""
+    return (Path(path).expanduser() / METADATA_FILE).is_file()
+
+
+def restore_checkpoint(
+    path: str | Path, targets: MappingABC[str, Target], *, cast: bool = False
+) -> dict[str, jax.Array]:
+    """Reads a converted checkpoint into the given shardings, whatever devices it was saved from.
+
+    Args:
+        path: The folder.
+        targets: Every parameter of the checkpoint, by path.
+        cast: Allow the targets' dtypes to differ from the stored ones.
+
+    Returns:
+        Path -> array of the target's shape, dtype and sharding.
+
+    Raises:
+        CheckpointError: With every difference in names, shapes and dtypes in one report.
+    """
+    stored = stored_targets(path)
+    problems = [f"{name}: not in the checkpoint" for name in targets.keys() - stored.keys()]
+    problems += [f"{name}: in the checkpoint, but not asked for" for name in stored.keys() - targets.keys()]
+    for name in targets.keys() & stored.keys():
+        have, want = stored[name], targets[name]
+        if have.shape != tuple(want.shape):
+            problems.append(f"{name}: shape {list(have.shape)}, expected {list(want.shape)}")
+        if have.dtype != np.dtype(want.dtype) and not cast:
+            problems.append(f"{name}: dtype {have.dtype}, expected {np.dtype(want.dtype)} (a cast must be asked for)")
+    if problems:
+        raise CheckpointError(f"{path}: differs from what is asked for", sorted(problems))
+    return _restore(path, {name: _abstract(target, _sharding(target)) for name, target in targets.items()})
+
+
+def restore_host(path: str | Path) -> dict[str, NumpyArray]:
+    """Reads a converted checkpoint into NumPy arrays, as stored.
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    restored = _restore(path, {name: _abstract(target, None) for name, target in stored_targets(path).items()})
+    return {name: np.asarray(value) for name, value in restored.items()}
+
+
+def _reader(
+    source: Source, mapping: Mapping, path: str, target: Target, pool: ThreadPoolExecutor
+) -> Callable[[Index], NumpyArray]:
+    """The callback for one parameter: reads each distinct slice once, its pieces in parallel."""
+    slices: dict[tuple[tuple[int, int, int], ...], NumpyArray] = {}
+
+    def read(index: Index) -> NumpyArray:
+        key = tuple(span.indices(size) for span, size in zip(index, target.shape, strict=True))
+        if key not in slices:
+            out = empty_aligned(tuple(stop - start for start, stop, _ in key), target.dtype)
+            fills = mapping.fills(source, path, index, out=out)
+            # Handing a small read to a thread takes longer than the read.
+            apply = map if out.nbytes < _INLINE_BYTES else pool.map
+            for _ in apply(lambda fill: fill(), fills):
+                pass
+            slices[key] = out
+        return slices[key]
+
+    return read
+
+
+def _sharding(target: Target) -> jax.sharding.Sharding:
+    return target.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _describe(path: str | Path) -> dict[str, Any]:
+    file = Path(path).expanduser() / METADATA_FILE
+    if not file.is_file():
+        raise CheckpointError(f"{path}: not a converted checkpoint (it has no {METADATA_FILE})")
+    try:
+        description = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {METADATA_FILE} is not readable JSON: {error}") from error
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: {METADATA_FILE} is not of the format {FORMAT!r}")
+    return description
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _checkpointer() -> Any:
+    # Imported here because it takes longer than everything else in this package together.
+    import orbax.checkpoint
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _restore(path: str | Path, targets: MappingABC[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+    with _checkpointer() as checkpointer:
+        restored = checkpointer.restore(Path(path).expanduser().absolute() / _ARRAYS, dict(targets))
+    assert isinstance(restored, dict)
+    return restored
+
+
+def _abstract(target: Target, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(target.shape), np.dtype(target.dtype), sharding=sharding)  # type: ignore[no-untyped-call]

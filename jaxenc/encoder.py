@@ -1,0 +1,384 @@
+"""Encoder: preprocess -> pack -> apply -> unpack, on the layout that the plan decided."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree, Shaped
+
+import checkpoints_convert
+from jaxenc import packing
+from jaxenc.errors import InputError
+from jaxenc.items import Item, VisionItem
+from jaxenc.layers.parameters import flatten
+from jaxenc.models import EncoderConfig, abstract_module
+from jaxenc.packing import Batch, Budget
+from sharding_rules import Plan
+
+logger = logging.getLogger("jaxenc")
+
+Params = dict[str, Any]
+OnError = Literal["raise", "skip"]
+PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """What one picture, video or recording becomes.
+
+    Attributes:
+        rows: output rows, all its items together.
+        grids: for vision, (frames, rows, columns) of patches of each item: a video has an item for every few frames.
+        timestamps: for videos, seconds at which each item starts.
+    """
+
+    rows: int
+    grids: tuple[tuple[int, int, int], ...] = ()
+    timestamps: tuple[float, ...] = ()
+
+
+class Encoder:
+    """One encoder with its parameters, laid out on a mesh. Made by `jaxenc.load` and `jaxenc.from_config`.
+
+    Attributes:
+        config: sizes.
+        plan: where every axis went, and why.
+        params: nested dict of arrays.
+        dtype: of parameters and products.
+        budgets: shapes that batches can have.
+        compiled: (budget, captured blocks) -> program compiled so far.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        plan: Plan,
+        params: Params,
+        *,
+        dtype: DTypeLike,
+        precision: str = "ieee",
+        budgets: Sequence[Budget] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ):
+        """Use `jaxenc.load` or `jaxenc.from_config`.
+
+        Args:
+            config: sizes.
+            plan: made for these parameters.
+            params: already where the plan wants them.
+            dtype: of parameters and products.
+            precision: of float32 products, "ieee" or "tf32".
+            budgets: shapes that batches can have; the encoder's own ladder where not given.
+            provenance: where the parameters came from; kept in saved checkpoints.
+        """
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; it can be {' or '.join(map(repr, PRECISIONS))}")
+        self.config = config
+        self.plan = plan
+        self.params = params
+        self.dtype = jnp.dtype(dtype)
+        self.precision = precision
+        self.provenance = dict(provenance or {})
+        self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
+        self.budgets = self._ladder(budgets)
+        self.compiled: dict[tuple[Budget, tuple[int, ...]], Any] = {}
+
+    def __repr__(self) -> str:
+        """Name, dtype and layout in a line."""
+        return f"Encoder({self.plan.encoder}, {self.dtype.name}, {self.plan.strategy} on {dict(self.plan.mesh.shape)})"
+
+    # --- files and arrays in, rows out
+
+    def encode(
+        self,
+        *,
+        images: Iterable[Any] | None = None,
+        videos: Iterable[Any] | None = None,
+        audio: Iterable[Any] | None = None,
+        on_error: OnError = "raise",
+        out_sharding: Sharding | None = None,
+    ) -> list[Any]:
+        """Encodes pictures, videos or recordings.
+
+        Args:
+            images: paths, bytes, PIL images or arrays [height, width, 3].
+            videos: paths, or (frames [n, height, width, 3], frames a second).
+            audio: paths, or (samples, samples a second), or 16 kHz samples.
+            on_error: "raise" stops at the first bad one; "skip" logs it and puts None in its place.
+            out_sharding: where the results shall live; on the host where not given.
+
+        Returns:
+            An array [rows, dim] for each, in input order: of NumPy, or of JAX with `out_sharding`.
+
+        Raises:
+            InputError: names the bad one and what is wrong with it.
+        """
+        sources = self._read(images=images, videos=videos, audio=audio, on_error=on_error)
+        return self._encode_groups(sources, out_sharding=out_sharding)
+
+    def preprocess(
+        self,
+        *,
+        images: Iterable[Any] | None = None,
+        videos: Iterable[Any] | None = None,
+        audio: Iterable[Any] | None = None,
+        on_error: OnError = "raise",
+    ) -> list[Item]:
+        """The items of files and arrays, on the host; a video is one item for every few frames. See `encode`."""
+        groups = self._read(images=images, videos=videos, audio=audio, on_error=on_error)
+        return [item for group in groups if group is not None for item in group]
+
+    def output_rows(
+        self,
+        *,
+        images: Iterable[Any] | None = None,
+        videos: Iterable[Any] | None = None,
+        audio: Iterable[Any] | None = None,
+    ) -> list[ItemRows]:
+        """How many rows `encode` will return for each, and their grids: what a prompt needs for its placeholders."""
+        return [
+            ItemRows(
+                rows=sum(map(self.config.output_rows, group)),
+                grids=tuple(item.grid for item in group if isinstance(item, VisionItem)),
+                timestamps=tuple(
+                    item.timestamp for item in group if isinstance(item, VisionItem) and item.timestamp is not None
+                ),
+            )
+            for group in self._read(images=images, videos=videos, audio=audio, on_error="raise")
+            if group is not None
+        ]
+
+    def encode_items(
+        self, items: Sequence[Item], *, on_error: OnError = "raise", out_sharding: Sharding | None = None
+    ) -> list[Any]:
+        """Encodes preprocessed items; see `encode`."""
+        return self._encode_groups(self._checked([[item] for item in items], on_error), out_sharding=out_sharding)
+
+    # --- the pieces of it
+
+    def pack(self, items: Sequence[Item]) -> Batch:
+        """One batch of all items.
+
+        Raises:
+            InputError: they do not fit in the largest budget; names both sizes.
+        """
+        self._checked([[item] for item in items], "raise")
+        batches = list(self._batches(items))
+        if len(batches) != 1:
+            tokens = sum(sum(self.config.pieces(item)) for item in items)
+            largest = self.budgets[-1]
+            raise InputError(
+                f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is {largest.rows} "
+                f"rows of {largest.length} tokens. Pack fewer, use encode_items, or load with budgets="
+            )
+        return batches[0][1]
+
+    def apply(self, params: Params, batch: Batch, capture: Sequence[int] | Literal["all"] = ()) -> Any:
+        """Runs the encoder on one batch: a pure function, for your own jit, grad or pipeline.
+
+        Args:
+            params: as `encoder.params`.
+            batch: as `encoder.pack` makes it.
+            capture: blocks (from 0; negative ones from the end) whose outputs are wanted too, or "all".
+
+        Returns:
+            Rows [b, m, dim]; with `capture`, a pair of them and block -> tokens [b, n, embed].
+        """
+        rows, captured = self._run(params, dict(batch.inputs), capture=self._blocks(capture))
+        return (rows, captured) if captured else rows
+
+    def unpack(self, out: Shaped[Array, "b m d"], batch: Batch) -> list[np.ndarray]:
+        """The rows of each item [rows, dim], in the order they were packed; on the host."""
+        return self._unpack(out, batch.rows)
+
+    def unpack_tokens(self, captured: Shaped[Array, "b n d"], batch: Batch) -> list[np.ndarray]:
+        """The same for a captured block's output: the tokens of each item [tokens, embed], in the item's own order."""
+        return self._unpack(captured, batch.tokens)
+
+    def warmup(self, budgets: Sequence[Budget] | None = None) -> None:
+        """Compiles for the given budgets, or for all, ahead of the first call."""
+        for budget in self.budgets if budgets is None else budgets:
+            self._program(budget, ())
+
+    def with_params(self, params: PyTree[Array]) -> "Encoder":
+        """The same encoder with other parameters, such as trained ones, placed where the plan wants them.
+
+        Raises:
+            ValueError: all parameters that are missing, unknown or of another shape.
+        """
+        given, own = flatten(params), flatten(self.params)
+        problems = [f"{path} is missing" for path in own.keys() - given.keys()]
+        problems += [f"{path} is unknown" for path in given.keys() - own.keys()]
+        problems += [
+            f"{path} is {given[path].shape}, expected {own[path].shape}"
+            for path in own.keys() & given.keys()
+            if given[path].shape != own[path].shape
+        ]
+        if problems:
+            raise ValueError(f"parameters do not fit {self.plan.encoder}: {'; '.join(sorted(problems))}")
+        placed = {
+            path: jax.device_put(jnp.asarray(given[path], self.dtype), self.plan.sharding(path)) for path in own
+        }
+        other = Encoder(
+            self.config,
+            self.plan,
+            unflatten_dict(placed, sep="/"),
+            dtype=self.dtype,
+            precision=self.precision,
+            budgets=self.budgets,
+            provenance={"parent": self.provenance} if self.provenance else None,
+        )
+        other.compiled = self.compiled
+        return other
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes a converted checkpoint, which `jaxenc.load` reads on any mesh."""
+        checkpoints_convert.save_checkpoint(
+            path, flatten(self.params), metadata=checkpoint_metadata(self.config, self.provenance), overwrite=overwrite
+        )
+
+    # --- private
+
+    def _ladder(self, given: Sequence[Budget] | None) -> tuple[Budget, ...]:
+        ladder = packing.budgets(
+            self.config.lengths() if given is None else sorted({budget.length for budget in given}),
+            self.config.length_axes,
+            rows=self.plan.rows_parts,
+            parts=self.plan.length_parts,
+        )
+        if given is None:
+            return ladder
+        if wrong := [b for b in given if b.rows % self.plan.rows_parts or b.length not in {x.length for x in ladder}]:
+            raise ValueError(
+                f"budgets {wrong} do not divide over this plan: rows must be a multiple of {self.plan.rows_parts}, "
+                f"lengths such as {sorted(x.length for x in ladder)}"
+            )
+        return tuple(sorted(given))
+
+    def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
+        given = {kind: sources for kind, sources in kinds.items() if sources is not None}
+        if len(given) != 1:
+            raise TypeError(f"give exactly one of {', '.join(f'{kind}=[...]' for kind in self.config.kinds)}")
+        kind, sources = next(iter(given.items()))
+        if kind not in self.config.kinds:
+            raise TypeError(f"{self.plan.encoder} encodes {' and '.join(self.config.kinds)}, not {kind}")
+        if isinstance(sources, str | bytes | Path | np.ndarray):
+            raise TypeError(f"{kind}= takes a list, even of one; a {type(sources).__name__} was given")
+
+        def read(position: int, source: Any) -> list[Item]:
+            name = str(source) if isinstance(source, str | Path) else f"{kind}[{position}]"
+            return list(self.config.read(kind, source, name=name))
+
+        groups = [_attempt(partial(read, i, source), on_error) for i, source in enumerate(sources)]
+        return self._checked(groups, on_error)
+
+    def _checked(self, groups: Sequence[Sequence[Item] | None], on_error: OnError) -> list[list[Item] | None]:
+        def check(group: Sequence[Item]) -> list[Item]:
+            for item in group:
+                self.config.check(item)
+            return list(group)
+
+        return [group if group is None else _attempt(partial(check, group), on_error) for group in groups]
+
+    def _encode_groups(
+        self, groups: Sequence[Sequence[Item] | None], *, out_sharding: Sharding | None
+    ) -> list[Any]:
+        items = [item for group in groups if group is not None for item in group]
+        sizes = list(map(self.config.output_rows, items))
+        results: dict[int, np.ndarray] = {}
+        # every batch is dispatched before the first result is waited for
+        pending = [(self._dispatch(budget, batch), batch) for budget, batch in self._batches(items)]
+        for rows, batch in pending:
+            packing.unpack(_to_host(rows), batch.rows, results, sizes)
+        ordered = iter(results[i] for i in range(len(items)))
+        out: list[Any] = []
+        for group in groups:
+            parts = [next(ordered) for _ in group] if group is not None else None
+            rows_of = parts if parts is None else (parts[0] if len(parts) == 1 else np.concatenate(parts))
+            out.append(rows_of if rows_of is None or out_sharding is None else jax.device_put(rows_of, out_sharding))
+        return out
+
+    def _batches(self, items: Sequence[Item]) -> Iterable[tuple[Budget, Batch]]:
+        pieces = list(map(self.config.pieces, items))
+        names = [item.name or f"item {i}" for i, item in enumerate(items)]
+        for budget, placed in packing.pack(pieces, self.budgets, window=self.config.window, names=names):
+            yield budget, self.config.layout(items, placed, budget)
+
+    def _input_sharding(self, name: str) -> NamedSharding:
+        return NamedSharding(self.plan.mesh, self.plan.spec(*self.config.input_axes[name]))
+
+    def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
+        inputs = {name: _place(array, self._input_sharding(name)) for name, array in batch.inputs.items()}
+        rows, _ = self._program(budget, ())(self.params, inputs)
+        return rows
+
+    def _program(self, budget: Budget, capture: tuple[int, ...]) -> Any:
+        key = (budget, capture)
+        if key not in self.compiled:
+            example = self.config.layout((), (), budget)
+            inputs = {
+                name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
+                for name, array in example.inputs.items()
+            }
+            self.compiled[key] = jax.jit(partial(self._run, capture=capture)).lower(self.params, inputs).compile()
+        return self.compiled[key]
+
+    def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
+        state = jax.tree.map(lambda leaf: leaf, self._abstract)
+        nnx.replace_by_pure_dict(state, params)
+        module = nnx.merge(self._graph, state)
+        # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
+        precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
+        with jax.default_matmul_precision(precision):
+            return module(inputs, shard=self.plan.constrain, capture=capture)
+
+    def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
+        layers = self.config.transformer.layers
+        wanted = range(layers) if capture == "all" else capture
+        if wrong := [block for block in wanted if not -layers <= block < layers]:
+            raise ValueError(f"capture={wrong}: {self.plan.encoder} has blocks 0 to {layers - 1}")
+        return tuple(block % layers for block in wanted)
+
+    def _unpack(self, out: Shaped[Array, "b m d"], slots: packing.Slots) -> list[np.ndarray]:
+        held = np.asarray(slots.item)
+        counts = np.bincount(held[held >= 0]) if (held >= 0).any() else np.zeros(0, int)
+        results: dict[int, np.ndarray] = {}
+        packing.unpack(_to_host(out), slots, results, counts.tolist())
+        return [results[i] for i in range(len(counts))]
+
+
+def checkpoint_metadata(config: EncoderConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a converted checkpoint says of itself, so that `jaxenc.load` needs nothing else."""
+    return {"family": config.family, "config": asdict(config), "provenance": dict(provenance)}  # type: ignore[call-overload]
+
+
+def _attempt(read: Any, on_error: OnError) -> Any:
+    try:
+        return read()
+    except InputError as error:
+        if on_error == "raise":
+            raise
+        logger.warning("skipped: %s", error)
+        return None
+
+
+def _place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array on the mesh, each process giving the parts its devices hold."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)

@@ -1,0 +1,95 @@
+"""Linear maps and convolutions in PyTorch's order: what the file holds, reshaped."""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxenc.layers.parameters import NORMAL, ZEROS, named_parameter
+
+
+class Linear(nnx.Module):
+    """y = W x + b between named axes; the kernel is `[*out, *in]`, as PyTorch stores it.
+
+    Several axes on either side keep heads a dimension of their own: `[heads, head_dim, embed]`, `[embed, heads, head_dim]`.
+    Products accumulate, and the bias is added, in float32 (under tensor parallelism that is after the reduction, once).
+    """
+
+    def __init__(
+        self, out: Mapping[str, int], inputs: Mapping[str, int], *, bias: bool = True, dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        """Declares the kernel and the bias.
+
+        Args:
+            out: name -> size of the axes that come out.
+            inputs: name -> size of the axes that go in (the last ones of `x`).
+            bias: whether there is one.
+            dtype: of the parameters, and of the result.
+            rngs: source of the initial values.
+        """
+        self.contracted = len(inputs)
+        self.kernel = named_parameter({**out, **inputs}, NORMAL, dtype=dtype, rngs=rngs)
+        self.bias = named_parameter(out, ZEROS, dtype=dtype, rngs=rngs) if bias else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
+        kernel = self.kernel[...]
+        x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
+        kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
+        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y.astype(kernel.dtype)
+
+
+class Conv(nnx.Module):
+    """A convolution over the trailing axes of `[n, channels_in, *space]`; the kernel is `[out, channels_in, *window]`."""
+
+    def __init__(
+        self,
+        channels_in: int,
+        out: tuple[str, int],
+        *,
+        window: Mapping[str, int],
+        stride: int,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """Declares kernel and bias.
+
+        Args:
+            channels_in: channels that go in.
+            out: logical name and number of the channels that come out.
+            window: name -> size of the axes it slides over; all encoders here have 3, and padding 1 on both sides.
+            stride: along every axis.
+            dtype: of the parameters, and of the result.
+            rngs: source of the initial values.
+        """
+        self.stride = stride
+        self.space = len(window)
+        axes = {**dict([out]), "channels_in": channels_in, **window}
+        self.kernel = named_parameter(axes, NORMAL, dtype=dtype, rngs=rngs)
+        self.bias = named_parameter(dict([out]), ZEROS, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "n channels_in ..."]) -> Float[Array, "n out ..."]:
+        """Convolves with stride `stride`."""
+        kernel = self.kernel[...]
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
+        )
+        bias = self.bias[...].astype(jnp.float32).reshape((-1,) + (1,) * self.space)
+        return (y + bias).astype(kernel.dtype)
+
+
+def conv_length(length: int, *, stride: int = 2) -> int:
+    """Positions that come out of a width-3, pad-1 convolution over `length` positions."""
+    return (length - 1) // stride + 1
+
+
+def conv_flops(channels_in: int, channels: int, *, window: int, positions: int) -> float:
+    """FLOPs (two a multiply-add) of a convolution: `window` taps an input channel, `positions` outputs a channel."""
+    return 2.0 * math.prod((channels_in, channels, window, positions))

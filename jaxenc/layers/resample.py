@@ -1,0 +1,48 @@
+"""Weighted gathers: resized position tables, temporal pooling. Taps are made on the host, sums on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def bicubic_taps(size: int, source: int) -> tuple[Int[np.ndarray, "size 4"], Float[np.ndarray, "size 4"]]:
+    """Where each of `size` points reads a line of `source` points, and with what weight.
+
+    This is `torch.nn.functional.interpolate(mode="bicubic", align_corners=False, antialias=False)`: Keys' kernel with
+    a = -0.75, half-pixel centres, taps clamped at the border. `jax.image.resize` is another function (a = -0.5, weights
+    renormalised at the border, antialiased when shrinking).
+
+    Args:
+        size: points wanted.
+        source: points there are.
+
+    Returns:
+        Indices into the source, and weights (float64) that sum to one, four a point.
+    """
+    if size == source:
+        return np.repeat(np.arange(size)[:, None], 4, axis=1), np.tile([1.0, 0.0, 0.0, 0.0], (size, 1))
+    centre = (np.arange(size) + 0.5) * (source / size) - 0.5
+    left = np.floor(centre)
+    fraction = (centre - left)[:, None]
+    distance = np.abs(np.concatenate([fraction + 1, fraction, 1 - fraction, 2 - fraction], axis=1))
+    a = -0.75
+    near = ((a + 2) * distance - (a + 3)) * distance**2 + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    index = left.astype(np.int64)[:, None] + np.arange(-1, 3)
+    return np.clip(index, 0, source - 1), np.where(distance <= 1, near, far)
+
+
+def weighted_gather(
+    table: Float[Array, "s d"], index: Int[Array, "*n taps"], weight: Float[Array, "*n taps"]
+) -> Float[Array, "*n d"]:
+    """sum over taps of weight * table[index], in float32.
+
+    One tap at a time, so that the memory in use is a result's and not `taps` times that.
+    """
+
+    def add(tap: int, total: jax.Array) -> jax.Array:
+        return total + weight[..., tap, None] * table[index[..., tap]].astype(jnp.float32)
+
+    start = jnp.zeros((*index.shape[:-1], table.shape[-1]), jnp.float32)
+    return jax.lax.fori_loop(0, index.shape[-1], add, start)

@@ -1,0 +1,136 @@
+"""The one transformer stack: pre-norm blocks with stacked parameters, scanned."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxenc.layers.attention import Attention
+from jaxenc.layers.mlp import MLP, Activation
+from jaxenc.layers.norms import LayerNorm
+from jaxenc.layers.parameters import Shard
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and kinds of one stack.
+
+    Attributes:
+        layers: number of blocks.
+        embed: width of the residual stream.
+        heads: attention heads.
+        head_dim: width of a head.
+        mlp: width of the MLP.
+        eps: of the layer norms.
+        activation: of the MLP.
+        fused_qkv: whether the checkpoint holds q, k and v as one tensor.
+        key_bias: whether keys have a bias.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    head_dim: int
+    mlp: int
+    eps: float
+    activation: Activation
+    fused_qkv: bool
+    key_bias: bool = True
+
+    def attention_flops(self, tokens: int) -> float:
+        """FLOPs of all attention layers over one segment of `tokens` tokens (two a multiply-add)."""
+        width = self.heads * self.head_dim
+        return self.layers * (8.0 * tokens * self.embed * width + 4.0 * tokens * tokens * width)
+
+    def mlp_flops(self, tokens: int) -> float:
+        """FLOPs of all MLPs over `tokens` tokens."""
+        return self.layers * 4.0 * tokens * self.embed * self.mlp
+
+
+class Block(nnx.Module):
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Declares one block of the stack."""
+        c = config
+        self.attention_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype, rngs=rngs)
+        self.attention = Attention(
+            c.embed, c.heads, c.head_dim, fused=c.fused_qkv, key_bias=c.key_bias, dtype=dtype, rngs=rngs
+        )
+        self.mlp_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype, rngs=rngs)
+        self.mlp = MLP(
+            ("embed", c.embed), ("mlp", c.mlp), ("embed", c.embed), activation=c.activation, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "b n embed"],
+        *,
+        segments: Int[Array, "b n"],
+        rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
+        window: int | None,
+        shard: Shard,
+    ) -> Float[Array, "b n embed"]:
+        """One step of the residual stream."""
+        x = x + self.attention(self.attention_norm(x), segments=segments, rotary=rotary, window=window, shard=shard)
+        x = shard(x, "batch", "length", "embed")
+        x = x + self.mlp(self.mlp_norm(x), length="length", shard=shard)
+        return shard(x, "batch", "length", "embed")
+
+
+def stacked_blocks(config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Block:
+    """All blocks as one: every parameter has a leading `layers` axis, so any depth compiles in the time of one block."""
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stack(rngs: nnx.Rngs) -> Block:
+        return Block(config, dtype=dtype, rngs=rngs)
+
+    return stack(rngs)
+
+
+def run_blocks(
+    blocks: Block,
+    x: Float[Array, "b n embed"],
+    *,
+    segments: Int[Array, "b n"],
+    shard: Shard,
+    rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None = None,
+    window: int | None = None,
+    capture: tuple[int, ...] = (),
+) -> tuple[Float[Array, "b n embed"], dict[int, Float[Array, "b n embed"]]]:
+    """Runs stacked blocks one after the other.
+
+    Args:
+        blocks: what `stacked_blocks` made.
+        x: tokens.
+        segments: which tokens belong together.
+        shard: constrains activations by name.
+        rotary: cosines and sines of the rotary pairs.
+        window: see `Attention`.
+        capture: blocks (from 0) whose outputs are wanted too.
+
+    Returns:
+        The last block's output, and the captured ones by block.
+    """
+    graph, stacked = nnx.split(blocks)
+    depth = jax.tree.leaves(stacked)[0].shape[0]
+    # one buffer, written as the scan passes: keeping all outputs and choosing later would hold `layers` of them
+    slots = np.full(depth, len(capture), np.int32)
+    slots[list(capture)] = np.arange(len(capture))
+    kept = jnp.zeros((len(capture) + 1, *x.shape), x.dtype) if capture else None
+
+    def step(
+        carry: tuple[jax.Array, jax.Array | None], layer: tuple[nnx.State, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array | None], None]:
+        x, kept = carry
+        state, slot = layer
+        x = nnx.merge(graph, state)(x, segments=segments, rotary=rotary, window=window, shard=shard)
+        return (x, kept if kept is None else kept.at[slot].set(x)), None
+
+    (x, kept), _ = jax.lax.scan(step, (x, kept), (stacked, jnp.asarray(slots)))
+    return x, {} if kept is None else {layer: kept[slot] for slot, layer in enumerate(capture)}

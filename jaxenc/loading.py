@@ -1,0 +1,334 @@
+"""load, from_config and plan: config -> names and shapes -> plan -> weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.typing import DTypeLike
+
+import checkpoints_convert
+from checkpoints_convert import CheckpointError, Source, Target
+from checkpoints_convert import Mapping as KeyMapping
+from jaxenc.encoder import Encoder
+from jaxenc.errors import ConfigError
+from jaxenc.layers.parameters import flatten, parameter_axes
+from jaxenc.models import (
+    EncoderConfig,
+    abstract_module,
+    initial_parameters,
+    named_config,
+    published_configs,
+    stored_config,
+)
+from jaxenc.packing import Budget
+from jaxenc.rules import default_rules
+from sharding_rules import AxisRules, Parameter, Plan, make_mesh, resolve
+
+
+def load(
+    src: str | PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    tower: str | None = None,
+    dtype: DTypeLike | None = None,
+    strategy: str | Mapping[str, str] = "auto",
+    rules: AxisRules | None = None,
+    mm_encoder_tp_mode: str | None = None,
+    memory_limit: int | None = None,
+    precision: str = "ieee",
+    budgets: Sequence[Budget] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Encoder:
+    """The encoder of a published or converted checkpoint, its weights read straight into their places on the mesh.
+
+    Args:
+        src: hub id, folder or file of PyTorch safetensors with its config.json, or a converted checkpoint.
+        mesh: devices; the first device alone where not given. See `jaxenc.make_mesh`.
+        tower: "vision" or "audio", where the checkpoint has both.
+        dtype: of parameters and products, float32 or bfloat16; as stored where not given (float32 for other types).
+        strategy: "auto", "tensor", "hybrid", "data", "replicate", or a dict of group -> "tensor" | "replicate".
+        rules: which mesh axes the logical axes may use; `jaxenc.default_rules(mesh)` where not given.
+        mm_encoder_tp_mode: the engines' setting, "weights" or "data".
+        memory_limit: bytes of parameters a device may hold.
+        precision: of float32 products: "ieee", or "tf32" where the hardware has it.
+        budgets: shapes that batches can have.
+        revision: of a hub repository.
+        token: for the hub.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        CheckpointError: everything that is wrong with the checkpoint, together.
+        ConfigError: its config describes no encoder known here, or several and no `tower`.
+        IndivisibleAxisError: `strategy` does not divide over the mesh.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    stored = open_checkpoint(src, tower=tower, revision=revision, token=token)
+    dtype = _compute_dtype(dtype, stored.dtype)
+    plan = _plan(
+        stored.config,
+        mesh,
+        dtype=dtype,
+        strategy=strategy,
+        rules=rules,
+        mm_encoder_tp_mode=mm_encoder_tp_mode,
+        memory_limit=memory_limit,
+    )
+    targets = {
+        path: Target(parameter.shape, dtype, plan.sharding(path))
+        for path, parameter in _parameters(stored.config, dtype).items()
+    }
+    return Encoder(
+        stored.config,
+        plan,
+        unflatten_dict(stored.load(targets), sep="/"),
+        dtype=dtype,
+        precision=precision,
+        budgets=budgets,
+        provenance=stored.provenance,
+    )
+
+
+def from_config(
+    config: str | Mapping[str, Any] | EncoderConfig,
+    *,
+    mesh: Mesh | None = None,
+    tower: str | None = None,
+    seed: int = 0,
+    dtype: DTypeLike = "float32",
+    strategy: str | Mapping[str, str] = "auto",
+    rules: AxisRules | None = None,
+    mm_encoder_tp_mode: str | None = None,
+    memory_limit: int | None = None,
+    precision: str = "ieee",
+    budgets: Sequence[Budget] | None = None,
+) -> Encoder:
+    """An encoder with random weights, the same on every mesh.
+
+    Args:
+        config: "family" or "family:variant" (see `jaxenc.encoders`), a published config.json, or a config object.
+        mesh: devices; the first device alone where not given.
+        tower: "vision" or "audio", where a config.json describes both.
+        seed: of the weights.
+        dtype: of parameters and products.
+        strategy: see `load`.
+        rules: see `load`.
+        mm_encoder_tp_mode: see `load`.
+        memory_limit: see `load`.
+        precision: see `load`.
+        budgets: see `load`.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        ConfigError: no such encoder.
+        IndivisibleAxisError: `strategy` does not divide over the mesh.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    sizes = _config(config, tower=tower)
+    dtype = _compute_dtype(dtype, None)
+    plan = _plan(
+        sizes,
+        mesh,
+        dtype=dtype,
+        strategy=strategy,
+        rules=rules,
+        mm_encoder_tp_mode=mm_encoder_tp_mode,
+        memory_limit=memory_limit,
+    )
+
+    def initial(key: jax.Array) -> dict[str, jax.Array]:
+        return flatten(initial_parameters(sizes, dtype=dtype, seed=key))
+
+    shardings = {path: plan.sharding(path) for path in _parameters(sizes, dtype)}
+    params = jax.jit(initial, out_shardings=shardings)(jax.random.key(seed))
+    return Encoder(
+        sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets
+    )
+
+
+def plan(
+    encoder: str | Mapping[str, Any] | EncoderConfig,
+    *,
+    mesh_shape: Mapping[str, int] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    tower: str | None = None,
+    batch: int = 8,
+    tokens: int | None = None,
+    dtype: DTypeLike = "bfloat16",
+    strategy: str | Mapping[str, str] = "auto",
+    rules: AxisRules | None = None,
+    mm_encoder_tp_mode: str | None = None,
+    memory_limit: int | None = None,
+) -> Plan:
+    """What `load` would decide, without weights and without devices.
+
+    Args:
+        encoder: "family" or "family:variant", a checkpoint, a published config.json, or a config object.
+        mesh_shape: axis -> size, such as {"data": 1, "model": 8}.
+        mesh: a mesh, instead of a shape.
+        tower: "vision" or "audio", where there are both.
+        batch: items encoded together.
+        tokens: that enter the first block, an item; a typical item's where not given.
+        dtype: of parameters.
+        strategy: see `load`.
+        rules: see `load`.
+        mm_encoder_tp_mode: see `load`.
+        memory_limit: see `load`.
+
+    Returns:
+        The plan: print it.
+
+    Raises:
+        ConfigError: no such encoder.
+        IndivisibleAxisError: `strategy` does not divide over the mesh.
+    """
+    if (mesh is None) == (mesh_shape is None):
+        raise TypeError("give either mesh_shape={axis: size} or mesh=")
+    if mesh is None:
+        assert mesh_shape is not None
+        names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
+        mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    return _plan(
+        _config(encoder, tower=tower),
+        mesh,
+        dtype=jnp.dtype(dtype),
+        strategy=strategy,
+        rules=rules,
+        mm_encoder_tp_mode=mm_encoder_tp_mode,
+        memory_limit=memory_limit,
+        batch=batch,
+        tokens=tokens,
+    )
+
+
+@dataclass(frozen=True)
+class StoredEncoder:
+    """An encoder in a checkpoint, published or converted: what it is, and how to read it.
+
+    Attributes:
+        config: its sizes.
+        dtype: of its tensors.
+        provenance: where it comes from.
+        source: the published checkpoint, or None where it is a converted one.
+        mapping: the key names of a published checkpoint.
+        path: a converted checkpoint.
+    """
+
+    config: EncoderConfig
+    dtype: np.dtype[Any]
+    provenance: Mapping[str, Any]
+    source: Source | None = None
+    mapping: KeyMapping | None = None
+    path: Path | None = None
+
+    def load(self, targets: Mapping[str, Target]) -> dict[str, jax.Array]:
+        """Its parameters by path; see `checkpoints_convert.load_parameters`."""
+        if self.path is not None:
+            return checkpoints_convert.restore_checkpoint(self.path, targets, cast=True)
+        assert self.source is not None and self.mapping is not None
+        return checkpoints_convert.load_parameters(self.source, self.mapping, targets)
+
+
+def open_checkpoint(
+    src: str | PathLike[str],
+    *,
+    tower: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> StoredEncoder:
+    """Finds the encoder in a checkpoint; reads its config and headers, no tensor.
+
+    Raises:
+        CheckpointError: it is not there, or broken.
+        ConfigError: no encoder known here, or several and no `tower`.
+    """
+    if checkpoints_convert.is_checkpoint(src):
+        metadata = checkpoints_convert.read_metadata(src)
+        stored = checkpoints_convert.stored_targets(src)
+        return StoredEncoder(
+            stored_config(metadata["family"], metadata["config"]),
+            jnp.dtype(next(iter(stored.values())).dtype),
+            metadata["provenance"],
+            path=Path(src),
+        )
+    source = checkpoints_convert.open_source(str(src), revision=revision, token=token)
+    config = _one_tower(published_configs(source.config, name=source.name), tower=tower, name=source.name)
+    mapping = checkpoints_convert.detect(source, config.mappings())
+    problems = mapping.check(source)
+    if problems:
+        raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower asked for", problems)
+    provenance = {"source": source.name, "revision": revision, "mapping": mapping.name, "layout": mapping.layout}
+    return StoredEncoder(
+        config, jnp.dtype(source.info(next(iter(mapping.names))).dtype), provenance, source=source, mapping=mapping
+    )
+
+
+def _plan(
+    config: EncoderConfig,
+    mesh: Mesh | AbstractMesh,
+    *,
+    dtype: DTypeLike,
+    strategy: str | Mapping[str, str],
+    rules: AxisRules | None,
+    mm_encoder_tp_mode: str | None,
+    memory_limit: int | None,
+    batch: int | None = None,
+    tokens: int | None = None,
+) -> Plan:
+    # weights are placed once, for a stream of calls: an item for each device is what keeps all of them busy
+    items = (tokens or config.typical_tokens,) * (mesh.size if batch is None else batch)
+    return resolve(
+        _parameters(config, dtype),
+        mesh,
+        rules=default_rules(mesh) if rules is None else rules,
+        workload=config.workload(items),
+        strategy=strategy,
+        mm_encoder_tp_mode=mm_encoder_tp_mode,
+        memory_limit=memory_limit,
+        name=config.family,
+    )
+
+
+def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]:
+    module = abstract_module(config, dtype=dtype)
+    return {path: Parameter(shape, axes, of) for path, (shape, axes, of) in parameter_axes(module).items()}
+
+
+def _config(encoder: str | Mapping[str, Any] | EncoderConfig, *, tower: str | None) -> EncoderConfig:
+    if isinstance(encoder, Mapping):
+        return _one_tower(published_configs(encoder, name="config.json"), tower=tower, name="config.json")
+    if not isinstance(encoder, str | PathLike):
+        return encoder
+    if "/" in str(encoder) or Path(encoder).exists():
+        return open_checkpoint(encoder, tower=tower).config
+    return named_config(encoder)
+
+
+def _one_tower(configs: Sequence[EncoderConfig], *, tower: str | None, name: str) -> EncoderConfig:
+    there = ", ".join(f"{config.modality} ({config.family})" for config in configs)
+    chosen = [config for config in configs if tower in (None, config.modality)]
+    if not chosen:
+        raise ConfigError(f"{name}: there is no {tower} tower that is known here; there is {there}")
+    if len(chosen) > 1:
+        raise ConfigError(f"{name}: there are several towers; choose one with tower=: {there}")
+    return chosen[0]
+
+
+def _compute_dtype(asked: DTypeLike | None, stored: DTypeLike | None) -> Any:
+    known = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+    if asked is None:
+        return jnp.dtype(stored) if jnp.dtype(stored) in known else known[0]
+    if jnp.dtype(asked) not in known:
+        raise ValueError(f"dtype is {jnp.dtype(asked).name}; encoders compute in float32 or bfloat16")
+    return jnp.dtype(asked)

@@ -1,0 +1,134 @@
+"""The families of encoders, and what each of them offers to the rest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+from checkpoints_convert import Mapping as KeyMapping
+from jaxenc.errors import ConfigError
+from jaxenc.items import Item
+from jaxenc.layers.transformer import TransformerConfig
+from jaxenc.models import kimi_k25, qwen3_omni_audio, whisper
+from jaxenc.packing import Batch, Budget, Placed
+from sharding_rules import Workload
+
+
+class EncoderConfig(Protocol):
+    """An encoder: its sizes, its module, and what the host has to know of it. One class a family."""
+
+    family: str
+    modality: str
+    kinds: tuple[str, ...]
+    published: tuple[str, ...]
+    model_types: tuple[str, ...]
+    input_axes: Mapping[str, tuple[str | None, ...]]
+
+    @property
+    def transformer(self) -> TransformerConfig: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def typical_tokens(self) -> int: ...
+    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module: ...
+    def mappings(self) -> Mapping[str, KeyMapping]: ...
+    def pieces(self, item: Any) -> tuple[int, ...]: ...
+    def output_rows(self, item: Any) -> int: ...
+    def workload(self, items: Sequence[int]) -> Workload: ...
+    def lengths(self) -> tuple[int, ...]: ...
+    def length_axes(self, length: int) -> Mapping[str, int]: ...
+    def read(self, kind: str, source: Any, *, name: str) -> Sequence[Item]: ...
+    def check(self, item: Any) -> None: ...
+    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget) -> Batch: ...
+
+
+FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper)}
+
+
+@dataclass(frozen=True)
+class EncoderInfo:
+    """One line of `jaxenc.encoders()`.
+
+    Attributes:
+        name: of the family.
+        variants: published sizes; the family alone is the first.
+        modality: "vision" or "audio".
+        heads: attention heads, a variant.
+        published: models that use it.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    modality: str
+    heads: tuple[int, ...]
+    published: tuple[str, ...]
+
+
+def encoders() -> tuple[EncoderInfo, ...]:
+    """Every encoder there is."""
+    return tuple(
+        EncoderInfo(
+            name,
+            tuple(module.VARIANTS),
+            module.Config.modality,
+            tuple(config.heads for config in module.VARIANTS.values()),
+            module.Config.published,
+        )
+        for name, module in FAMILIES.items()
+    )
+
+
+def named_config(name: str) -> EncoderConfig:
+    """The config of "family" or "family:variant".
+
+    Raises:
+        ConfigError: there is none; lists what there is.
+    """
+    family, _, variant = name.partition(":")
+    if family not in FAMILIES:
+        raise ConfigError(f"{name}: no such encoder; there are {', '.join(FAMILIES)}")
+    variants = FAMILIES[family].VARIANTS
+    if variant and variant not in variants:
+        raise ConfigError(f"{name}: {family} has the variants {', '.join(variants)}")
+    return variants[variant or next(iter(variants))]
+
+
+def published_configs(config: Mapping[str, Any], *, name: str) -> list[EncoderConfig]:
+    """The encoders that a published config.json describes, one a tower.
+
+    Raises:
+        ConfigError: none is known; names the model type.
+    """
+    model_type = config.get("model_type")
+    found = [m.Config.from_hf(config) for m in FAMILIES.values() if model_type in m.Config.model_types]
+    if not found:
+        known = ", ".join(sorted({t for m in FAMILIES.values() for t in m.Config.model_types}))
+        raise ConfigError(f"{name}: model_type is {model_type!r}; known are {known}")
+    return found
+
+
+def stored_config(family: str, sizes: Mapping[str, Any]) -> EncoderConfig:
+    """The config that a converted checkpoint holds.
+
+    Raises:
+        ConfigError: an unknown family or field.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"{family}: no such encoder; there are {', '.join(FAMILIES)}")
+    config = FAMILIES[family].Config
+    if unknown := set(sizes) - {f.name for f in fields(config)}:
+        raise ConfigError(f"{family}: unknown sizes {', '.join(sorted(unknown))}; was it written by a newer version?")
+    return config(**sizes)
+
+
+def abstract_module(config: EncoderConfig, *, dtype: DTypeLike) -> nnx.Module:
+    """The module with shapes for parameters: nothing is allocated."""
+    return nnx.eval_shape(lambda: config.build(dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def initial_parameters(config: EncoderConfig, *, dtype: DTypeLike, seed: jax.Array) -> dict[str, Any]:
+    """Random parameters, as a nested dict; to be called inside jit."""
+    return nnx.to_pure_dict(nnx.state(config.build(dtype=dtype, rngs=nnx.Rngs(params=seed)), nnx.Param))

@@ -1,0 +1,48 @@
+"""Reading the sizes of a published config.json, whichever names it gives them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxenc.errors import ConfigError
+
+Keys = tuple[str, ...]
+
+
+def read_sizes(family: str, config: Mapping[str, Any], keys: Mapping[str, Keys]) -> dict[str, Any]:
+    """The value of each field under the first of its published names.
+
+    Args:
+        family: for the error.
+        config: the encoder's part of a config.json.
+        keys: field -> names it is published under.
+
+    Returns:
+        field -> value.
+
+    Raises:
+        ConfigError: all fields for which no name is there, together; or two names of one field that disagree.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for field, names in keys.items():
+        values = {name: config[name] for name in names if config.get(name) is not None}
+        if not values:
+            problems.append(f"none of {', '.join(names)} is there")
+        elif len({str(value) for value in values.values()}) > 1:
+            problems.append(f"{' and '.join(f'{name} = {value}' for name, value in values.items())} disagree")
+        else:
+            found[field] = next(iter(values.values()))
+    if problems:
+        raise ConfigError(f"{family}: config.json: {'; '.join(problems)}")
+    return found
+
+
+def require(family: str, config: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuses settings that would need another function than the one this family computes.
+
+    Raises:
+        ConfigError: every setting that is there and differs, together.
+    """
+    wrong = [f"{key} is {config[key]!r}, this encoder computes {value!r}" for key, value in known.items() if config.get(key, value) != value]
+    if wrong:
+        raise ConfigError(f"{family}: config.json: {'; '.join(wrong)}")

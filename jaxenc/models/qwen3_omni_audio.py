@@ -1,0 +1,345 @@
+"""Qwen3-Omni's audio tower.
+
+Source: `Qwen3OmniMoeAudioEncoder` of transformers 5.24. One difference, on purpose: chunks are always padded to their
+full 100 frames. transformers pads to the longest chunk of the call, so there a clip of under one second comes out
+differently alone than beside a longer one; here it is always the latter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from checkpoints_convert import Mapping as KeyMapping
+from checkpoints_convert.mappings import qwen3_omni_audio as keys
+from jaxenc.errors import ConfigError, InputError
+from jaxenc.items import AudioItem
+from jaxenc.layers.linear import Conv, Linear, conv_flops, conv_length
+from jaxenc.layers.mlp import MLP
+from jaxenc.layers.norms import LayerNorm
+from jaxenc.layers.parameters import Shard
+from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.published import Keys, read_sizes, require
+from jaxenc.packing import Batch, Budget, Placed, Slots
+from jaxenc.preprocess.audio import load_audio, log_mel
+from sharding_rules import GroupWork, Workload
+
+EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
+
+KEYS: Mapping[str, Keys] = {
+    "layers": ("encoder_layers",),
+    "embed": ("d_model",),
+    "heads": ("encoder_attention_heads",),
+    "mlp": ("encoder_ffn_dim",),
+    "mel": ("num_mel_bins",),
+    "channels": ("downsample_hidden_size",),
+    "out": ("output_dim",),
+    "half_chunk": ("n_window",),
+    "window_frames": ("n_window_infer",),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the tower; the defaults are Qwen3-Omni-30B-A3B's.
+
+    Attributes:
+        layers: transformer blocks.
+        embed: width of a token.
+        heads: attention heads.
+        mlp: width of the blocks' MLP.
+        mel: mel bins.
+        channels: of the convolutions.
+        out: width of an output row, the language model's.
+        half_chunk: half the frames of a convolution chunk.
+        window_frames: frames of an attention window.
+    """
+
+    layers: int = 32
+    embed: int = 1280
+    heads: int = 20
+    mlp: int = 5120
+    mel: int = 128
+    channels: int = 480
+    out: int = 2048
+    half_chunk: int = 50
+    window_frames: int = 800
+
+    family: ClassVar[str] = "qwen3_omni_audio"
+    modality: ClassVar[str] = "audio"
+    kinds: ClassVar[tuple[str, ...]] = ("audio",)
+    published: ClassVar[tuple[str, ...]] = ("Qwen/Qwen3-Omni-30B-A3B-Instruct",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_audio_encoder")
+    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "mel": ("batch", "stem_length", None, None),
+        "frames": ("batch", "stem_length"),
+        "segments": ("batch", "length"),
+    }
+
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens of 30 seconds."""
+        return self.tokens(3000)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.embed // self.heads
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The stack."""
+        return TransformerConfig(
+            self.layers, self.embed, self.heads, self.head_dim, self.mlp, EPS, activation="gelu_erf", fused_qkv=False
+        )
+
+    @property
+    def chunk_frames(self) -> int:
+        """Mel frames that go through the convolutions together."""
+        return 2 * self.half_chunk
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens a full chunk becomes."""
+        return _after_convolutions(self.chunk_frames)
+
+    @property
+    def window_chunks(self) -> int:
+        """Chunks that attend to each other."""
+        return self.window_frames // self.chunk_frames
+
+    @property
+    def window(self) -> int:
+        """Tokens that attend to each other."""
+        return self.window_chunks * self.chunk_tokens
+
+    @property
+    def conv_mel(self) -> int:
+        """Mel bins left after the convolutions."""
+        return _after_convolutions(self.mel)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
+        """Reads a published config.json: whole, its `thinker_config`, or the `audio_config` in it.
+
+        Raises:
+            ConfigError: a size is missing, or a setting names a function that this tower does not compute.
+        """
+        config = config.get("thinker_config", config)
+        audio = config.get("audio_config", config)
+        require(cls.family, audio, {"activation_function": "gelu", "scale_embedding": False})
+        made = cls(**read_sizes(cls.family, audio, KEYS))
+        if made.embed % made.heads:
+            raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
+        if made.window_frames % made.chunk_frames:
+            raise ConfigError(
+                f"{cls.family}: n_window_infer {made.window_frames} is not a multiple of 2 n_window = {made.chunk_frames}"
+            )
+        return made
+
+    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> "Qwen3OmniAudio":
+        """The module, with initial parameters."""
+        return Qwen3OmniAudio(self, dtype=dtype, rngs=rngs)
+
+    def mappings(self) -> Mapping[str, KeyMapping]:
+        """PyTorch's keys for the parameters, by layout."""
+        return keys.mappings(
+            layers=self.layers,
+            embed=self.embed,
+            heads=self.heads,
+            mlp=self.mlp,
+            conv_channels=self.channels,
+            conv_features=self.channels * self.conv_mel,
+            projector_out=self.out,
+        )
+
+    # --- how much there is
+
+    def tokens(self, frames: int) -> int:
+        """Tokens of a clip of so many mel frames: each chunk goes through three convolutions of stride 2."""
+        full, rest = divmod(frames, self.chunk_frames)
+        return full * _after_convolutions(self.chunk_frames) + _after_convolutions(rest)
+
+    def pieces(self, item: AudioItem) -> tuple[int, ...]:
+        """Tokens that each attention window takes, a short last chunk counted whole as the convolutions see it."""
+        chunks = -(-item.mel.shape[1] // self.chunk_frames)
+        return self._windows(chunks * self.chunk_tokens)
+
+    def _windows(self, tokens: int) -> tuple[int, ...]:
+        full, rest = divmod(tokens, self.window)
+        return (self.window,) * full + ((rest,) if rest else ())
+
+    def output_rows(self, item: AudioItem) -> int:
+        """Rows that come out: one a token, 13 a second."""
+        return self.tokens(item.mel.shape[1])
+
+    def workload(self, items: Sequence[int]) -> Workload:
+        """What encoding items of so many tokens costs, group by group. Windows are independent of each other."""
+        units = tuple(piece for tokens in items for piece in self._windows(tokens))
+        stack, c = self.transformer, self.channels
+        rows, columns = (_halvings(size) for size in (self.mel, self.chunk_frames))
+        chunk = (
+            conv_flops(1, c, window=9, positions=rows[0] * columns[0])
+            + conv_flops(c, c, window=9, positions=rows[1] * columns[1])
+            + conv_flops(c, c, window=9, positions=rows[2] * columns[2])
+            + 2.0 * columns[2] * rows[2] * c * self.embed
+        )
+        return Workload(
+            units=units,
+            groups=(
+                GroupWork(
+                    "attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers
+                ),
+                GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
+                GroupWork("stem", None, "stem_length", tuple(-(-n // self.chunk_tokens) * chunk for n in units)),
+                GroupWork(
+                    "projector",
+                    "projector_mlp",
+                    "projector_length",
+                    tuple(2.0 * n * self.embed * (self.embed + self.out) for n in units),
+                ),
+            ),
+        )
+
+    def lengths(self) -> tuple[int, ...]:
+        """Row lengths to compile for: 1 to 64 windows of 8 seconds."""
+        return tuple(self.window << i for i in range(7))
+
+    def length_axes(self, length: int) -> Mapping[str, int]:
+        """Size of every token axis in a row of `length` tokens; the stem's tokens are chunks."""
+        return {"length": length, "stem_length": length // self.chunk_tokens, "projector_length": length}
+
+    # --- items in, arrays out
+
+    def read(self, kind: str, source: Any, *, name: str) -> list[AudioItem]:
+        """The item of one recording: Whisper's log-mel front end."""
+        return [AudioItem(log_mel(load_audio(source, name=name), bins=self.mel), name=name)]
+
+    def check(self, item: AudioItem) -> None:
+        """Refuses an item that this tower cannot encode.
+
+        Raises:
+            InputError: names the item and what is wrong with it.
+        """
+        if item.mel.ndim != 2 or item.mel.shape[0] != self.mel or item.mel.shape[1] == 0:
+            raise InputError(f"{item.name}: the spectrogram is {item.mel.shape}; this tower reads [{self.mel}, frames >= 1]")
+
+    def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
+        """One batch: chunks of the spectrogram, how much of each is real, and which tokens share a window."""
+        b, chunks, size = budget.rows, budget.length // self.chunk_tokens, self.chunk_tokens
+        slots = Slots.empty(b, budget.length)
+        arrays = {
+            "mel": np.zeros((b, chunks, self.mel, self.chunk_frames), np.float32),
+            "frames": np.zeros((b, chunks), np.int32),
+            "segments": np.zeros((b, budget.length), np.int32),
+        }
+        for segment, place in enumerate(placed, start=1):
+            mel = items[place.item].mel
+            for chunk in range(place.size // size):
+                first = (place.piece * self.window_chunks + chunk) * self.chunk_frames
+                frames = mel[:, first : first + self.chunk_frames]
+                slot, offset = place.offset // size + chunk, place.offset + chunk * size
+                arrays["mel"][place.row, slot, :, : frames.shape[1]] = frames
+                arrays["frames"][place.row, slot] = frames.shape[1]
+                made = _after_convolutions(frames.shape[1])
+                arrays["segments"][place.row, offset : offset + made] = segment
+                start = (place.piece * self.window_chunks + chunk) * size
+                slots.fill(place.row, offset, place.item, np.arange(start, start + made))
+        return Batch(arrays, slots, slots)
+
+
+VARIANTS: Mapping[str, Config] = {"30b-a3b": Config()}
+
+
+class Qwen3OmniAudio(nnx.Module):
+    """Chunks of a log-mel spectrogram -> output rows."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Declares the tower."""
+        c = self.config = config
+        self.stem = Stem(c, dtype=dtype, rngs=rngs)
+        self.layers = stacked_blocks(c.transformer, dtype=dtype, rngs=rngs)
+        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype, rngs=rngs)
+        self.projector = MLP(
+            ("projector_in", c.embed),
+            ("projector_mlp", c.embed),
+            ("projector_out", c.out),
+            activation="gelu_erf",
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "b n out"], dict[int, Float[Array, "b n embed"]]]:
+        """Encodes one batch.
+
+        Args:
+            inputs: the arrays of `Config.layout`.
+            shard: constrains activations by name.
+            capture: blocks whose outputs are wanted too.
+
+        Returns:
+            Output rows, and the captured blocks' outputs.
+        """
+        x = shard(self.stem(inputs["mel"], inputs["frames"], shard=shard), "batch", "length", "embed")
+        x, captured = run_blocks(
+            self.layers, x, segments=inputs["segments"], window=self.config.window, shard=shard, capture=capture
+        )
+        x = shard(self.final_norm(x), "batch", "projector_length", "projector_in")
+        rows = self.projector(x, length="projector_length", shard=shard)
+        return shard(rows, "batch", "projector_length", "projector_out"), captured
+
+
+class Stem(nnx.Module):
+    """Three stride-2 convolutions over each chunk, a projection, and positions that restart in every chunk."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Declares the convolutions."""
+        c = self.config = config
+        # not "channels": here the chunks are divided over devices, which moves tokens once instead of feature maps twice
+        filters, window = ("filters", c.channels), {"kernel_h": 3, "kernel_w": 3}
+        self.conv1 = Conv(1, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
+        self.conv2 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
+        self.conv3 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
+        features = {"conv_features": c.channels * c.conv_mel}
+        self.out = Linear({"embed": c.embed}, features, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, mel: Float[Array, "b chunks mel frames"], frames: Int[Array, "b chunks"], *, shard: Shard
+    ) -> Float[Array, "b n embed"]:
+        """Tokens of every chunk; those of padding are finite."""
+        b, chunks, bins, length = mel.shape
+        real = jnp.arange(length) < frames[..., None, None]
+        # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
+        x = jnp.where(real, mel, 0).astype(self.out.kernel.dtype)
+        x = shard(x, "batch", "stem_length", "mel", "frames").reshape(b * chunks, 1, bins, length)
+        for conv in (self.conv1, self.conv2, self.conv3):
+            x = jax.nn.gelu(conv(x), approximate=False)
+        # channel-major: the projection reads [channels, mel] flattened at each position
+        x = self.out(jnp.moveaxis(x, -1, 1).reshape(b, chunks, x.shape[-1], -1))
+        x = x + jnp.asarray(sinusoids(x.shape[2], x.shape[-1]), x.dtype)
+        return x.reshape(b, chunks * x.shape[2], -1)
+
+
+def sinusoids(positions: int, embed: int) -> Float[np.ndarray, "positions embed"]:
+    """Whisper's table: [sin | cos] of position * 10000^(-j / (embed / 2 - 1))."""
+    half = embed // 2
+    angles = np.arange(positions)[:, None] * 10_000.0 ** (-np.arange(half) / (half - 1))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
+
+
+def _halvings(size: int) -> tuple[int, int, int]:
+    first = conv_length(size)
+    second = conv_length(first)
+    return first, second, conv_length(second)
+
+
+def _after_convolutions(frames: int) -> int:
+    return _halvings(frames)[-1]

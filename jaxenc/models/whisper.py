@@ -1,0 +1,270 @@
+"""Whisper's encoder.
+
+Source: `WhisperEncoder` of transformers 5.24. It reads exactly 30 seconds: shorter recordings are padded with silence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from checkpoints_convert import Mapping as KeyMapping
+from checkpoints_convert.mappings import whisper as keys
+from jaxenc.errors import ConfigError, InputError
+from jaxenc.items import AudioItem
+from jaxenc.layers.linear import Conv, conv_flops
+from jaxenc.layers.norms import LayerNorm
+from jaxenc.layers.parameters import NORMAL, Shard, named_parameter
+from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.published import Keys, read_sizes, require
+from jaxenc.packing import Batch, Budget, Placed, Slots
+from jaxenc.preprocess.audio import HOP_SAMPLES, load_audio, log_mel, pad_or_trim
+from sharding_rules import GroupWork, Workload
+
+EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
+
+KEYS: Mapping[str, Keys] = {
+    "layers": ("encoder_layers",),
+    "embed": ("d_model",),
+    "heads": ("encoder_attention_heads",),
+    "mlp": ("encoder_ffn_dim",),
+    "mel": ("num_mel_bins",),
+    "positions": ("max_source_positions",),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the encoder.
+
+    Attributes:
+        layers: transformer blocks.
+        embed: width of a token.
+        heads: attention heads.
+        mlp: width of the blocks' MLP.
+        mel: mel bins.
+        positions: tokens, always so many.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    mlp: int
+    mel: int = 80
+    positions: int = 1500
+
+    family: ClassVar[str] = "whisper"
+    modality: ClassVar[str] = "audio"
+    kinds: ClassVar[tuple[str, ...]] = ("audio",)
+    published: ClassVar[tuple[str, ...]] = ("openai/whisper-large-v3", "openai/whisper-tiny.en", "openai/whisper-base")
+    model_types: ClassVar[tuple[str, ...]] = ("whisper",)
+    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "mel": ("batch", "stem_length", None, None),
+        "segments": ("batch", "length"),
+    }
+
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens of a recording."""
+        return self.positions
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.embed // self.heads
+
+    @property
+    def frames(self) -> int:
+        """Mel frames read: the second convolution halves them."""
+        return 2 * self.positions
+
+    @property
+    def window(self) -> int:
+        """Tokens that attend to each other: a recording's."""
+        return self.positions
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The stack. Keys have no bias."""
+        return TransformerConfig(
+            self.layers,
+            self.embed,
+            self.heads,
+            self.head_dim,
+            self.mlp,
+            EPS,
+            activation="gelu_erf",
+            fused_qkv=False,
+            key_bias=False,
+        )
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
+        """Reads a published config.json.
+
+        Raises:
+            ConfigError: a size is missing, or a setting names a function that this encoder does not compute.
+        """
+        require(cls.family, config, {"activation_function": "gelu", "scale_embedding": False})
+        made = cls(**read_sizes(cls.family, config, KEYS))
+        if made.embed % made.heads:
+            raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
+        return made
+
+    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> "Whisper":
+        """The module, with initial parameters."""
+        return Whisper(self, dtype=dtype, rngs=rngs)
+
+    def mappings(self) -> Mapping[str, KeyMapping]:
+        """PyTorch's keys for the parameters, by layout."""
+        return keys.mappings(
+            layers=self.layers,
+            embed=self.embed,
+            heads=self.heads,
+            mlp=self.mlp,
+            mel_bins=self.mel,
+            positions=self.positions,
+        )
+
+    # --- how much there is
+
+    def pieces(self, item: AudioItem) -> tuple[int, ...]:
+        """A recording attends as a whole."""
+        return (self.positions,)
+
+    def output_rows(self, item: AudioItem) -> int:
+        """Rows that come out, for 30 seconds whatever was said in them."""
+        return self.positions
+
+    def workload(self, items: Sequence[int]) -> Workload:
+        """What encoding so many recordings costs, group by group."""
+        units = (self.positions,) * len(items)
+        stack, d = self.transformer, self.embed
+        stem = conv_flops(self.mel, d, window=3, positions=self.frames) + conv_flops(d, d, window=3, positions=units[0])
+        return Workload(
+            units=units,
+            groups=(
+                GroupWork(
+                    "attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers
+                ),
+                GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
+                GroupWork("stem", "channels", "stem_length", (stem,) * len(units)),
+            ),
+        )
+
+    def lengths(self) -> tuple[int, ...]:
+        """Row lengths to compile for: 1 to 8 recordings."""
+        return tuple(self.positions << i for i in range(4))
+
+    def length_axes(self, length: int) -> Mapping[str, int]:
+        """Size of every token axis in a row of `length` tokens; the stem's are recordings."""
+        return {"length": length, "stem_length": length // self.positions}
+
+    # --- items in, arrays out
+
+    def read(self, kind: str, source: Any, *, name: str) -> list[AudioItem]:
+        """The item of one recording, of at most 30 seconds."""
+        samples = load_audio(source, name=name)
+        longest = self.frames * HOP_SAMPLES
+        if len(samples) > longest:
+            raise InputError(
+                f"{name}: {len(samples) / 16_000:.1f} s of audio; Whisper reads {longest / 16_000:.0f} s: cut it first"
+            )
+        return [AudioItem(log_mel(pad_or_trim(samples, longest), bins=self.mel), name=name)]
+
+    def check(self, item: AudioItem) -> None:
+        """Refuses an item that this encoder cannot encode.
+
+        Raises:
+            InputError: names the item and what is wrong with it.
+        """
+        if item.mel.shape != (self.mel, self.frames):
+            raise InputError(f"{item.name}: the spectrogram is {item.mel.shape}; Whisper reads {(self.mel, self.frames)}")
+
+    def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
+        """One batch of whole recordings."""
+        b, clips = budget.rows, budget.length // self.positions
+        slots = Slots.empty(b, budget.length)
+        mel = np.zeros((b, clips, self.mel, self.frames), np.float32)
+        segments = np.zeros((b, budget.length), np.int32)
+        for segment, place in enumerate(placed, start=1):
+            mel[place.row, place.offset // self.positions] = items[place.item].mel
+            segments[place.row, place.offset : place.offset + place.size] = segment
+            slots.fill(place.row, place.offset, place.item, np.arange(place.size))
+        return Batch({"mel": mel, "segments": segments}, slots, slots)
+
+
+VARIANTS: Mapping[str, Config] = {
+    "large-v3": Config(32, 1280, 20, 5120, mel=128),
+    "large-v2": Config(32, 1280, 20, 5120),
+    "medium": Config(24, 1024, 16, 4096),
+    "small": Config(12, 768, 12, 3072),
+    "base": Config(6, 512, 8, 2048),
+    "tiny": Config(4, 384, 6, 1536),
+    "tiny.en": Config(4, 384, 6, 1536),
+}
+
+
+class Whisper(nnx.Module):
+    """Log-mel spectrograms of 30 seconds -> 1,500 rows each."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Declares the encoder."""
+        c = self.config = config
+        self.stem = Stem(c, dtype=dtype, rngs=rngs)
+        table = {"position": c.positions, "embed": c.embed}
+        self.position_embed = named_parameter(table, NORMAL, dtype=dtype, rngs=rngs)
+        self.layers = stacked_blocks(c.transformer, dtype=dtype, rngs=rngs)
+        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "b n embed"], dict[int, Float[Array, "b n embed"]]]:
+        """Encodes one batch.
+
+        Args:
+            inputs: the arrays of `Config.layout`.
+            shard: constrains activations by name.
+            capture: blocks whose outputs are wanted too.
+
+        Returns:
+            Output rows, and the captured blocks' outputs.
+        """
+        c, segments = self.config, inputs["segments"]
+        b, clips = inputs["mel"].shape[:2]
+        # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
+        there = segments.reshape(b, clips, c.positions)[..., :1, None] > 0
+        x = jnp.where(there, inputs["mel"], 0).astype(self.final_norm.scale.dtype)
+        x = self.stem(x, shard=shard) + self.position_embed[...]
+        x = shard(x.reshape(b, clips * c.positions, c.embed), "batch", "length", "embed")
+        x, captured = run_blocks(
+            self.layers, x, segments=segments, window=c.window, shard=shard, capture=capture
+        )
+        return shard(self.final_norm(x), "batch", "length", "embed"), captured
+
+
+class Stem(nnx.Module):
+    """Two convolutions over time, the second of stride 2."""
+
+    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Declares the convolutions."""
+        channels, window = ("channels", config.embed), {"kernel_w": 3}
+        self.conv1 = Conv(config.mel, channels, window=window, stride=1, dtype=dtype, rngs=rngs)
+        self.conv2 = Conv(config.embed, channels, window=window, stride=2, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, mel: Float[Array, "b clips mel frames"], *, shard: Shard
+    ) -> Float[Array, "b clips positions embed"]:
+        """Tokens of every recording."""
+        b, clips = mel.shape[:2]
+        x = mel
+        for conv in (self.conv1, self.conv2):
+            x = jax.nn.gelu(conv(x.reshape(b * clips, *x.shape[2:])), approximate=False)
+            x = shard(x.reshape(b, clips, *x.shape[1:]), "batch", "stem_length", "channels", "frames")
+        return jnp.swapaxes(x, 2, 3)

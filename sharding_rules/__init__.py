@@ -1,0 +1,28 @@
+"""Logical axis names onto the axes of a device mesh, decided in one place and explained.
+
+`resolve(parameters, mesh, rules=..., workload=...)` takes names, shapes, a mesh (abstract or not) and the work to
+be done, and returns a `Plan`: a sharding for every parameter, constraints for activations by logical name, and
+the reasons.
+"""
+
+from sharding_rules.mesh import make_mesh, split_axis
+from sharding_rules.plan import Candidate, Decision, Plan
+from sharding_rules.resolver import resolve
+from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
+from sharding_rules.strategies import Cost, GroupWork, Workload
+
+__all__ = [
+    "AxisRules",
+    "Candidate",
+    "Cost",
+    "Decision",
+    "GroupWork",
+    "IndivisibleAxisError",
+    "Parameter",
+    "Plan",
+    "RulesError",
+    "Workload",
+    "make_mesh",
+    "resolve",
+    "split_axis",
+]

@@ -1,0 +1,333 @@
+"""A Plan: what was decided about every axis, why, what else there was, and the shardings that follow."""
+
+import html
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding_rules.mesh import AnyMesh
+from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, RulesError, describe_mesh, nearest
+from sharding_rules.strategies import Cost, partition_spec, parts_of
+from sharding_rules.tables import WIDTH, Table
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one axis.
+
+    Args:
+      group: The group it belongs to, `"batch"`, or `"parameters"` for a weight axis of no group.
+      axis: Logical name.
+      size: Its size; None for tokens, whose number the plan does not fix. For the batch, the number of units.
+      mesh_axes: Where it went; empty where it stays whole.
+      parts: The number of parts.
+      action: "sharded", "tokens sharded" (instead of the group's weights) or "replicated".
+      reason: Why, in a sentence.
+    """
+
+    group: str
+    axis: str
+    size: int | None
+    mesh_axes: Axes
+    parts: int
+    action: str
+    reason: str
+
+    @property
+    def per_device(self) -> str:
+        """What one device holds of it."""
+        if self.size is None:
+            return f"1/{self.parts}" if self.parts > 1 else "all"
+        return f"{self.size // self.parts}" if self.size % self.parts == 0 else f"up to {-(-self.size // self.parts)}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout that was considered: a x b parts, its cost (None where it is not possible) and its fate."""
+
+    strategy: str
+    weight_parts: int
+    batch_parts: int
+    cost: Cost | None
+    chosen: bool
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Flat: the cost's numbers beside the rest, null where it is not possible."""
+        cost = asdict(self.cost) if self.cost else dict.fromkeys(Cost.__dataclass_fields__)
+        rest = {"strategy": self.strategy, "weight_parts": self.weight_parts, "batch_parts": self.batch_parts}
+        return {**rest, **cost, "chosen": self.chosen, "reason": self.reason}
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The layout of one encoder on one mesh. `print` it to see what was decided, and why.
+
+    Args:
+      encoder: The name it goes by.
+      mesh: The mesh that all shardings are on: the given devices, all axes Auto, the model axis perhaps split.
+      given_mesh: Axis sizes of the mesh that was asked about.
+      strategy: tensor, hybrid, data, replicate, or `attention=replicate, mlp=tensor`.
+      reason: Why this one, in a sentence or two.
+      axes: Mesh axes of every logical axis.
+      parameter_specs: PartitionSpec of every parameter, by path.
+      length_parts: For each groups' length axis, the number its tokens are divided by (and have to be a multiple of).
+      cost: What it costs.
+      decisions: Axis by axis.
+      candidates: All layouts that were considered, this one included.
+    """
+
+    encoder: str
+    mesh: AnyMesh
+    given_mesh: Mapping[str, int]
+    strategy: str
+    reason: str
+    axes: Mapping[str, Axes]
+    parameter_specs: Mapping[str, PartitionSpec]
+    length_parts: Mapping[str, int]
+    cost: Cost
+    decisions: tuple[Decision, ...]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def rows_parts(self) -> int:
+        """The number of parts of the batch; a batch has to be a multiple of it."""
+        return self.parts(BATCH)
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOPs of the busiest device, at exact token counts."""
+        return self.cost.flops_per_device
+
+    @property
+    def flops_ideal(self) -> float:
+        """All FLOPs over the number of devices."""
+        return self.cost.flops_ideal
+
+    @property
+    def flops_ratio(self) -> float:
+        """`flops_per_device / flops_ideal`; 1 is a fair share."""
+        return self.cost.flops_ratio
+
+    @property
+    def padding_ratio(self) -> float:
+        """Tokens once every part of the batch is as long as the fullest, over the tokens there are."""
+        return self.cost.padding_ratio
+
+    @property
+    def param_bytes_per_device(self) -> int:
+        """Bytes of parameters on each device."""
+        return self.cost.param_bytes_per_device
+
+    @property
+    def collectives_per_layer(self) -> int:
+        """All-reduces in each repeated layer."""
+        return self.cost.collectives_per_layer
+
+    @property
+    def batch_layout(self) -> str:
+        """How the batch is laid out: rows, each of whole items."""
+        return "rows"
+
+    def parts(self, name: str) -> int:
+        """The number of parts that a logical axis is divided into."""
+        self._check(name)
+        return parts_of(self.mesh, self.axes[name])
+
+    def sharding(self, path: str) -> NamedSharding:
+        """The sharding of one parameter."""
+        if path not in self.parameter_specs:
+            raise KeyError(f"{self.encoder} has no parameter {path!r}{nearest(path, self.parameter_specs)}")
+        return NamedSharding(self.mesh, self.parameter_specs[path])
+
+    def spec(self, *names: str | None) -> PartitionSpec:
+        """The PartitionSpec of an activation whose dimensions have these logical names (None: never divided).
+
+        The batch comes first: another dimension does not use a mesh axis that the batch uses.
+
+        Raises:
+          RulesError: A name is unknown, or two dimensions land on one mesh axis.
+        """
+        taken: dict[str, str] = {}
+        dimensions: list[Axes] = []
+        batch = self.axes[BATCH] if BATCH in names else ()
+        for name in names:
+            if name is None:
+                dimensions.append(())
+                continue
+            self._check(name)
+            dimensions.append(tuple(axis for axis in self.axes[name] if name == BATCH or axis not in batch))
+            for axis in dimensions[-1]:
+                if axis in taken:
+                    raise RulesError(f"activation {names}: {taken[axis]!r} and {name!r} both use mesh axis {axis!r}")
+                taken[axis] = name
+        return partition_spec(dimensions)
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """`jax.lax.with_sharding_constraint` by logical names; on one device it does nothing.
+
+        Args:
+          x: An activation, in or out of jit.
+          *names: The logical name of each dimension; None for one that is never divided.
+
+        Returns:
+          The same values.
+
+        Raises:
+          IndivisibleAxisError: A dimension does not divide. Inside jit JAX itself would silently replicate.
+          RulesError: As for `spec`.
+          ValueError: There is not one name a dimension.
+        """
+        if len(names) != x.ndim:
+            raise ValueError(f"constrain: {len(names)} names {names} for {x.ndim} dimensions {list(x.shape)}")
+        sharding = NamedSharding(self.mesh, self.spec(*names))
+        for dimension, (name, axes) in enumerate(zip(names, sharding.spec, strict=True)):
+            mesh_axes = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+            parts = parts_of(self.mesh, mesh_axes)
+            if x.shape[dimension] % parts:
+                raise IndivisibleAxisError(
+                    f"{self.encoder}: axis {name!r} (dimension {dimension} of {list(x.shape)}) has size "
+                    f"{x.shape[dimension]}, which does not divide over the {parts} devices of mesh axes "
+                    f"{', '.join(map(repr, mesh_axes))} ({describe_mesh(self.mesh)}). Make it a multiple of {parts}."
+                )
+        if self.mesh.size == 1:
+            return x
+        constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
+        return constrained
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain dicts, lists, strings and numbers (bytes, FLOPs)."""
+        return {
+            "encoder": self.encoder,
+            "mesh": dict(self.given_mesh),
+            "plan_mesh": dict(self.mesh.shape),
+            "strategy": self.strategy,
+            "reason": self.reason,
+            "decisions": [asdict(decision) | {"mesh_axes": list(decision.mesh_axes)} for decision in self.decisions],
+            **asdict(self.cost),
+            "batch_layout": self.batch_layout,
+            "rows_parts": self.rows_parts,
+            "length_parts": dict(self.length_parts),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+    def diff(self, other: "Plan") -> str:
+        """What changes from this plan to another, a line each; "no difference" where nothing does."""
+        mine, theirs = _facts(self), _facts(other)
+        changes = {key: (mine.get(key, "-"), theirs.get(key, "-")) for key in mine | theirs}
+        changed = {key: pair for key, pair in changes.items() if pair[0] != pair[1]}
+        width = max(map(len, changed), default=0)
+        return "\n".join(f"{key:<{width}}  {a}  ->  {b}" for key, (a, b) in changed.items()) or "no difference"
+
+    def __str__(self) -> str:
+        """Tables in plain text, below 120 columns."""
+        before, after = (
+            "\n".join(textwrap.fill(line, WIDTH) for line in lines) for lines in (_header(self), _totals(self))
+        )
+        return "\n\n".join([before, *(table.text() for table in _tables(self)), after])
+
+    def __repr__(self) -> str:
+        """One line."""
+        return (
+            f"<Plan of {self.encoder} on ({describe_mesh(self.mesh)}): {self.strategy}, ratio {self.flops_ratio:.2f}>"
+        )
+
+    def _repr_html_(self) -> str:
+        before, after = (
+            "".join(f"<p>{html.escape(line)}</p>" for line in lines) for lines in (_header(self), _totals(self))
+        )
+        return "".join([before, *(table.html() for table in _tables(self)), after])
+
+    def __rich__(self) -> "Group":
+        """What `rich.print` shows."""
+        from rich.console import Group
+
+        return Group(*_header(self), *(table.rich() for table in _tables(self)), *_totals(self))
+
+    def _check(self, name: str) -> None:
+        if name not in self.axes:
+            raise RulesError(f"{self.encoder}: there is no rule for axis {name!r}{nearest(name, self.axes)}")
+
+
+def _header(plan: Plan) -> list[str]:
+    given = ", ".join(f"{axis}={size}" for axis, size in plan.given_mesh.items())
+    split = "" if dict(plan.mesh.shape) == dict(plan.given_mesh) else f", used as ({describe_mesh(plan.mesh)})"
+    devices = f"{plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
+    return [f"{plan.encoder} on {devices}, mesh ({given}){split}", f"Strategy: {plan.strategy}, {plan.reason}"]
+
+
+def _totals(plan: Plan) -> list[str]:
+    return [
+        f"On the busiest device: {_si(plan.flops_per_device)}FLOP, {plan.flops_ratio:.2f} times an equal share of "
+        f"{_si(plan.flops_ideal)}FLOP. Parameters: {_si(plan.param_bytes_per_device)}B on each device.",
+        f"Batch: {plan.batch_layout} over {plan.rows_parts} part{'s' * (plan.rows_parts > 1)}, padding ratio "
+        f"{plan.padding_ratio:.2f}. All-reduces in each layer: {plan.collectives_per_layer}.",
+    ]
+
+
+def _tables(plan: Plan) -> list[Table]:
+    decisions = [
+        (
+            decision.group,
+            decision.axis,
+            "-" if decision.size is None else f"{decision.size}",
+            ", ".join(decision.mesh_axes) or "-",
+            f"{decision.parts}",
+            decision.per_device,
+            decision.action,
+            decision.reason,
+        )
+        for decision in plan.decisions
+    ]
+    candidates = []
+    for candidate in plan.candidates:
+        cost, cells = candidate.cost, ("-", "-", "-")
+        if cost:
+            megabytes = f"{cost.param_bytes_per_device / 1e6:,.1f}"
+            cells = f"{cost.flops_ratio:.2f}", megabytes, f"{cost.collectives_per_layer}"
+        parts = f"{candidate.weight_parts} x {candidate.batch_parts}"
+        candidates.append((candidate.strategy, parts, *cells, candidate.reason))
+    return [
+        Table(
+            "Decisions", ("group", "axis", ">size", "mesh axes", ">parts", ">per device", "action", "why"), decisions
+        ),
+        Table(
+            "Candidates",
+            ("strategy", "weights x batch", ">flops ratio", ">MB/device", ">all-reduces", "why"),
+            candidates,
+            marked=[candidate.chosen for candidate in plan.candidates].index(True),
+        ),
+    ]
+
+
+def _si(value: float) -> str:
+    """`517 G`."""
+    power = min(5, int(math.log10(max(value, 1)) // 3))
+    return f"{value / 1000**power:.4g} {' kMGTP'[power].strip()}"
+
+
+def _facts(plan: Plan) -> dict[str, str]:
+    """What `diff` compares, in words."""
+    decisions = {
+        f"{decision.group} / {decision.axis}": f"{decision.action}, {decision.parts} x {decision.per_device}"
+        + (f" over {', '.join(decision.mesh_axes)}" if decision.mesh_axes else "")
+        for decision in plan.decisions
+    }
+    return {
+        "encoder": plan.encoder,
+        "mesh": describe_mesh(plan.mesh),
+        "strategy": plan.strategy,
+        **decisions,
+        "flops ratio": f"{plan.flops_ratio:.3f}",
+        "padding ratio": f"{plan.padding_ratio:.3f}",
+        "parameters on each device": f"{_si(plan.param_bytes_per_device)}B",
+        "all-reduces in each layer": f"{plan.collectives_per_layer}",
+    }

@@ -1,0 +1,218 @@
+"""resolve(): names, shapes, a mesh, rules and work in; a Plan out."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from sharding_rules import reasons
+from sharding_rules.mesh import AnyMesh, auto_mesh
+from sharding_rules.plan import Candidate, Decision, Plan
+from sharding_rules.rules import BATCH, AxisRules, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
+from sharding_rules.strategies import (
+    Cost,
+    Layout,
+    Obstacle,
+    Workload,
+    axis_sizes,
+    cost_of,
+    describe_mixture,
+    enumerate_layouts,
+    parameter_specs,
+    parts_of,
+)
+
+STRATEGIES = ("auto", "tensor", "hybrid", "data", "replicate")
+AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
+
+_logger = logging.getLogger("sharding_rules")
+_warned: set[tuple[str, tuple[tuple[str, int], ...]]] = set()  # so that a stream of plans warns once
+
+
+def resolve(
+    parameters: Mapping[str, Parameter],
+    mesh: AnyMesh,
+    *,
+    rules: AxisRules,
+    workload: Workload,
+    strategy: str | Mapping[str, str] = "auto",
+    mm_encoder_tp_mode: str | None = None,
+    memory_limit: int | None = None,
+    name: str = "encoder",
+) -> Plan:
+    """Decide where every parameter and activation of an encoder goes on a mesh.
+
+    A pure function of its arguments, but for one logged warning per encoder and mesh where `auto` cannot take tensor.
+
+    Args:
+      parameters: Names and shapes, by path.
+      mesh: Concrete or abstract; Auto or Explicit axes.
+      rules: The mesh axes of every logical axis.
+      workload: What is to be computed; decides between the layouts that are possible.
+      strategy: "auto" (least work on the busiest device; within 1 % the most divided weights), "tensor" (weights over
+        the whole model axis), "hybrid" (weights over a part of it, the batch over the rest), "data" (weights whole,
+        batch over everything), "replicate" (weights whole, the model axis idle), or `{group: "tensor" | "replicate"}`.
+      mm_encoder_tp_mode: The engines' setting: "weights" is tensor where it divides and auto's choice otherwise,
+        "data" is data.
+      memory_limit: Most bytes of parameters on one device.
+      name: What the encoder is called in messages.
+
+    Returns:
+      The plan.
+
+    Raises:
+      RulesError: Rules, parameters, workload and mesh do not fit together.
+      IndivisibleAxisError: The strategy asked for does not divide.
+      ValueError: Unknown strategy or setting, or nothing fits the memory limit.
+    """
+    asked = _asked(strategy, mm_encoder_tp_mode, workload)
+    _check(parameters, mesh, rules, workload)
+    sizes = axis_sizes(parameters)
+    mixture = strategy if isinstance(strategy, Mapping) else None
+    layouts = enumerate_layouts(auto_mesh(mesh), rules, sizes=sizes, workload=workload, mixture=mixture)
+    specs = [{} if layout.obstacles else parameter_specs(layout, parameters) for layout in layouts]
+    costs = [None if layout.obstacles else cost_of(layout, parameters, workload=workload) for layout in layouts]
+
+    tensor = [layout for layout in layouts if layout.strategy == "tensor"]
+    tensor_fits = any(not layout.obstacles for layout in tensor)
+    by_auto = asked == "auto" and not (mm_encoder_tp_mode == "weights" and tensor_fits)
+    pool = AUTO if by_auto else ("tensor",) if asked == "auto" else (asked,)
+    possible = {i: cost for i, cost in enumerate(costs) if cost and layouts[i].strategy in pool}
+    if not possible:
+        raise IndivisibleAxisError(
+            reasons.indivisible_text(
+                layouts, pool[0], parameters=parameters, mesh=mesh, rules=rules, workload=workload, name=name
+            )
+        )
+    fitting = {i: cost for i, cost in possible.items() if _fits(cost, memory_limit)}
+    if memory_limit is not None and not fitting:
+        tried = [(layouts[i], cost) for i, cost in possible.items()]
+        raise ValueError(reasons.memory_text(tried, memory_limit=memory_limit, mesh=mesh, name=name))
+    least = min(cost.flops_ratio for cost in fitting.values())
+    chosen = next(i for i, cost in fitting.items() if cost.flops_ratio <= least * reasons.TOLERANCE)
+
+    layout, cost = layouts[chosen], fitting[chosen]
+    obstacles = tensor[0].obstacles if by_auto and tensor and not tensor_fits else ()
+    if obstacles:
+        _warn_once(layout, obstacles, mesh=mesh, name=name)
+    return Plan(
+        encoder=name,
+        mesh=layout.mesh,
+        given_mesh=dict(mesh.shape),
+        strategy=layout.strategy,
+        reason=reasons.plan_reason(
+            layout, cost, obstacles=obstacles, by_auto=by_auto, mesh=mesh, units=len(workload.units)
+        ),
+        axes=layout.axes,
+        parameter_specs=specs[chosen],
+        length_parts={group.length_axis: layout.parts(group.length_axis) for group in workload.groups},
+        cost=cost,
+        decisions=tuple(_decisions(layout, rules, mesh=mesh, workload=workload, sizes=sizes)),
+        candidates=tuple(
+            Candidate(
+                strategy=other.strategy,
+                weight_parts=other.weight_parts,
+                batch_parts=other.parts(BATCH),
+                cost=costs[i],
+                chosen=i == chosen,
+                reason=reasons.fate(other, costs[i], chosen=cost, pool=pool, memory_limit=memory_limit)
+                if i != chosen
+                else "chosen",
+            )
+            for i, other in enumerate(layouts)
+        ),
+    )
+
+
+def _fits(cost: Cost, memory_limit: int | None) -> bool:
+    return memory_limit is None or cost.param_bytes_per_device <= memory_limit
+
+
+def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Workload) -> str:
+    """The strategy's name, from the two settings that may give one."""
+    if mode not in (None, "weights", "data"):
+        raise ValueError(f"mm_encoder_tp_mode={mode!r} should be None, 'weights' or 'data'")
+    if mode and strategy != "auto":
+        raise ValueError(
+            f"strategy={strategy!r} and mm_encoder_tp_mode={mode!r} both name a strategy; give one of them"
+        )
+    if isinstance(strategy, str) or not strategy:
+        if strategy not in STRATEGIES:
+            known = ", ".join(map(repr, STRATEGIES))
+            raise ValueError(f"strategy={strategy!r} should be one of {known}, or {{group: 'tensor' or 'replicate'}}")
+        return "data" if mode == "data" else strategy
+    groups = [group.name for group in workload.groups]
+    for group, choice in strategy.items():
+        if group not in groups:
+            raise RulesError(f"strategy names group {group!r}{nearest(group, groups)} (there are {', '.join(groups)})")
+        if choice not in ("tensor", "replicate"):
+            raise ValueError(f"strategy for group {group!r} should be 'tensor' or 'replicate', not {choice!r}")
+    return describe_mixture(strategy)
+
+
+def _check(parameters: Mapping[str, Parameter], mesh: AnyMesh, rules: AxisRules, workload: Workload) -> None:
+    """Raise where names do not meet: between parameters, groups, rules and mesh."""
+    rules.check_mesh(mesh)
+    rules.check_name(BATCH, where="the batch")
+    for path, parameter in parameters.items():
+        if len(parameter.axes) != len(parameter.shape):
+            raise RulesError(f"{path}: {len(parameter.axes)} axis names {parameter.axes} for shape {parameter.shape}")
+        for axis in parameter.axes:
+            rules.check_name(axis, where=path)
+    used = {axis for parameter in parameters.values() for axis in parameter.axes}
+    for group in workload.groups:
+        for name in (group.axis, group.length_axis):
+            if name is not None:
+                rules.check_name(name, where=f"group {group.name!r}")
+        if group.axis is not None and group.axis not in used:
+            raise RulesError(
+                f"group {group.name!r}: no parameter has its axis {group.axis!r}{nearest(group.axis, used)}"
+            )
+
+
+def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, name: str) -> None:
+    key = name, tuple(mesh.shape.items())
+    if key in _warned:
+        return
+    _warned.add(key)
+    _logger.warning(
+        "%s on mesh (%s): strategy 'tensor' is not possible, because %s. Taking %r instead: %s. "
+        "To silence this, ask for it: strategy=%r.",
+        name,
+        describe_mesh(mesh),
+        "; ".join(map(reasons.shortfall, obstacles)),
+        layout.strategy,
+        reasons.summary(layout, mesh),
+        layout.strategy,
+    )
+
+
+def _decisions(
+    layout: Layout, rules: AxisRules, *, mesh: AnyMesh, workload: Workload, sizes: Mapping[str, Mapping[int, str]]
+) -> Iterator[Decision]:
+    """One decision for each group and each other axis that the rules let be divided, and for the batch."""
+
+    def decide(group: str, axis: str, size: int | None, action: str, reason: str) -> Decision:
+        went = () if action == "replicated" else layout.axes[axis]
+        return Decision(group, axis, size, went, parts_of(layout.mesh, went), action, reason)
+
+    for group in workload.groups:
+        axis = layout.divided.get(group.name)
+        if axis == group.axis and axis is not None:
+            for size in sizes[axis]:
+                reason = reasons.weight_reason(size, axis, layout, mesh)
+                yield decide(group.name, axis, size, "sharded", reason)
+        elif axis is not None:
+            yield decide(group.name, axis, None, "tokens sharded", reasons.tokens_reason(group, layout, sizes))
+        else:
+            first = next(iter(sizes[group.axis])) if group.axis else None
+            reason = reasons.whole_reason(group, layout, rules=rules, mesh=mesh, sizes=sizes)
+            yield decide(group.name, group.axis or group.length_axis, first, "replicated", reason)
+    grouped = {BATCH, *(name for group in workload.groups for name in (group.axis, group.length_axis))}
+    for axis in rules:
+        if axis not in grouped and rules.alternatives(axis):
+            owner = "parameters" if axis in sizes else "activations"
+            action = "sharded" if layout.axes[axis] else "replicated"
+            for known in sizes.get(axis, (None,)):
+                yield decide(owner, axis, known, action, reasons.other_reason(known, axis, layout, rules))
+    units = len(workload.units)
+    action = "sharded" if layout.axes[BATCH] else "replicated"
+    yield decide(BATCH, BATCH, units, action, reasons.batch_reason(units, layout.parts(BATCH)))
