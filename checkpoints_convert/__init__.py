@@ -2,7 +2,8 @@
 
 source = open_source("moonshotai/Kimi-K2.5")
 mapping = detect(source, mappings.kimi_k25.mappings(layers=27, embed=1152, ...))
-params = load_parameters(source, mapping, {path: Target(shape, "bfloat16", sharding) for path, shape in mapping.shapes.items()})
+targets = {path: Target(shape, "bfloat16", sharding) for path, shape in mapping.shapes.items()}
+params = load_parameters(source, mapping, targets)
 save_checkpoint("kimi", params, {"source": source.name})
 """
 

@@ -60,7 +60,7 @@ def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, T
         for path, target in targets.items():
             read = _reader(source, mapping, path, target, pool)
             array = jax.make_array_from_callback(target.shape, _sharding(target), read)
-            loaded[path] = jax.block_until_ready(array)
+            loaded[path] = jax.block_until_ready(array)  # type: ignore[no-untyped-call]
     return loaded
 
 
@@ -173,11 +173,12 @@ def restore_host(path: str | Path) -> dict[str, NumpyArray]:
 
 def _reader(
     source: Source, mapping: Mapping, path: str, target: Target, pool: ThreadPoolExecutor
-) -> Callable[[Index], NumpyArray]:
+) -> Callable[[Index | None], NumpyArray]:
     """The callback for one parameter: reads each distinct slice once, its pieces in parallel."""
     slices: dict[tuple[tuple[int, int, int], ...], NumpyArray] = {}
 
-    def read(index: Index) -> NumpyArray:
+    def read(index: Index | None) -> NumpyArray:
+        index = index or ()
         key = tuple(span.indices(size) for span, size in zip(index, target.shape, strict=True))
         if key not in slices:
             out = empty_aligned(tuple(stop - start for start, stop, _ in key), target.dtype)

@@ -1,9 +1,9 @@
 """Renames, reshapes, permutes and stacks tensors: a mapping is data, and runs both ways.
 
-A target parameter is one tensor of the file, or one a layer stacked on a leading axis (`{layer}` in the name), or several
-stacked (query, key and value), or both (layers first). Each stacked piece takes the same small steps: reshape, transpose,
-reorder along one axis. The first two are views on the mapped file and the third commutes with slicing, so that a slice of
-a parameter costs the bytes of that slice.
+A target parameter is one tensor of the file, or one a layer stacked on a leading axis (`{layer}` in the name), or
+several stacked (query, key and value), or both (layers first). Each stacked piece takes the same small steps: reshape,
+transpose, reorder along one axis. The first two are views on the mapped file and the third commutes with slicing, so a
+slice of a parameter costs the bytes of that slice.
 """
 
 import difflib

@@ -159,7 +159,7 @@ class Source:
             file, holders = self.files[name], self._held.get(name, [])
             if len(holders) > 1:
                 problems.append(f"{name}: is in {len(holders)} files: {', '.join(sorted(holders))}")
-            if file not in holders and not any(not culprit or culprit == name for culprit, _ in self._faults[file]):
+            if file not in holders and file in self._paths:
                 problems.append(f"{name}: the index says it is in {file}, which does not have it")
         return problems
 
@@ -207,10 +207,13 @@ class Source:
             self._faults[file] = [("", str(error).removeprefix(f"{self.name}: "))]
             return
         self._paths[file] = path
-        for name, info in tensors.items():
+        broken = {name for name, _ in self._faults[file]}
+        for name in tensors.keys() | broken:
             self._held.setdefault(name, []).append(file)
-            if self.files.setdefault(name, file) == file:
-                self._tensors[name] = info
+            if self.files.setdefault(name, file) == file and name not in broken:
+                self._tensors[name] = tensors[name]
+            if len(self._held[name]) > 1:
+                self._tensors.pop(name, None)
 
 
 def _open_folder(name: str, folder: Path) -> Source:
@@ -239,12 +242,8 @@ def _from_headers(source: Source, files: list[str]) -> Source:
 def _open_hub(name: str, *, revision: str | None, token: str | bool | None) -> Source:
     # Imported here because local files need not wait for it.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HFValidationError,
-        HTTPError,  # type: ignore[attr-defined]  # of whichever HTTP library this huggingface_hub uses
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, which changes
 
     commit = revision
 

@@ -75,9 +75,9 @@ def inspect(source: Source, towers: MappingABC[str, Mapping]) -> dict[str, Any]:
         towers: The mappings to look for, by tower name, each as `detect` gives it.
 
     Returns:
-        A dict: source, revision, tensors (count), files (count), towers {name: {mapping, layout, prefixes, tensors {name:
-        {shape, dtype, file, size_bytes}}, parameters (count), size_bytes, size_bytes_by_file, size_bytes_by_dtype,
-        problems}} of those that are there, ignored {top-level prefix: count}.
+        A dict: source, revision, tensors (count), files (count), ignored {top-level prefix: count}, and, of those that
+        are there, towers {name: {mapping, layout, prefixes, tensors {name: {shape, dtype, file, size_bytes}},
+        parameters (count), size_bytes, size_bytes_by_file, size_bytes_by_dtype, problems}}.
     """
     names = set(source.names)
     found: dict[str, Any] = {}

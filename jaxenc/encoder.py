@@ -237,7 +237,7 @@ class Encoder:
             dtype=self.dtype,
             precision=self.precision,
             budgets=self.budgets,
-            provenance={"parent": self.provenance} if self.provenance else None,
+            provenance={**self.provenance, "changed": True},
         )
         other.compiled = self.compiled
         return other
@@ -360,7 +360,13 @@ class Encoder:
 
 def checkpoint_metadata(config: EncoderConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """What a converted checkpoint says of itself, so that `jaxenc.load` needs nothing else."""
-    return {"family": config.family, "config": asdict(config), "provenance": dict(provenance)}  # type: ignore[call-overload]
+    rest = {key: value for key, value in provenance.items() if key != "config"}
+    return {
+        "family": config.family,
+        "sizes": asdict(config),  # type: ignore[call-overload]
+        "config": provenance.get("config"),
+        "provenance": rest,
+    }
 
 
 def _attempt(read: Any, on_error: OnError) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,14 @@ class StoredEncoder:
         return checkpoints_convert.load_parameters(self.source, self.mapping, targets)
 
 
+def towers(src: str | PathLike[str]) -> list[EncoderConfig]:
+    """The encoders in a checkpoint that are known here."""
+    if checkpoints_convert.is_checkpoint(src):
+        return [open_checkpoint(src).config]
+    source = checkpoints_convert.open_source(src)
+    return published_configs(source.config, name=source.name)
+
+
 def open_checkpoint(
     src: str | PathLike[str],
     *,
@@ -257,18 +266,24 @@ def open_checkpoint(
         metadata = checkpoints_convert.read_metadata(src)
         stored = checkpoints_convert.stored_targets(src)
         return StoredEncoder(
-            stored_config(metadata["family"], metadata["config"]),
+            stored_config(metadata["family"], metadata["sizes"]),
             jnp.dtype(next(iter(stored.values())).dtype),
-            metadata["provenance"],
+            {**metadata["provenance"], "config": metadata["config"]},
             path=Path(src),
         )
-    source = checkpoints_convert.open_source(str(src), revision=revision, token=token)
+    source = checkpoints_convert.open_source(src, revision=revision, token=token)
     config = _one_tower(published_configs(source.config, name=source.name), tower=tower, name=source.name)
     mapping = checkpoints_convert.detect(source, config.mappings())
     problems = mapping.check(source)
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower asked for", problems)
-    provenance = {"source": source.name, "revision": revision, "mapping": mapping.name, "layout": mapping.layout}
+    provenance = {
+        "source": source.name,
+        "revision": source.revision,
+        "layout": mapping.layout,
+        "versions": {name: version(name) for name in ("jaxenc", "jax", "orbax-checkpoint")},
+        "config": source.config,
+    }
     return StoredEncoder(
         config, jnp.dtype(source.info(next(iter(mapping.names))).dtype), provenance, source=source, mapping=mapping
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding_rules.mesh import AnyMesh
 from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, RulesError, describe_mesh, nearest
@@ -184,7 +184,7 @@ class Plan:
         Raises:
           IndivisibleAxisError: A dimension does not divide. Inside jit JAX itself would silently replicate.
           RulesError: As for `spec`.
-          ValueError: There is not one name a dimension.
+          ValueError: There is not one name a dimension, or the surrounding mesh has Explicit axes.
         """
         if len(names) != x.ndim:
             raise ValueError(f"constrain: {len(names)} names {names} for {x.ndim} dimensions {list(x.shape)}")
@@ -200,6 +200,12 @@ class Plan:
                 )
         if self.mesh.size == 1:
             return x
+        context = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in context.axis_types:
+            raise ValueError(
+                f"{self.encoder}: the surrounding mesh of jax.set_mesh ({describe_mesh(context)}) has Explicit axes, the "
+                f"plan's mesh ({describe_mesh(self.mesh)}) Auto ones. Call through jax.sharding.auto_axes, or outside it."
+            )
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return constrained
 

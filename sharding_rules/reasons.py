@@ -96,7 +96,7 @@ def batch_reason(units: int, parts: int) -> str:
     count = f"{units} unit{'s' * (units != 1)} of work"
     if parts == 1:
         return f"{count}, undivided"
-    idle = f", so {parts - units} parts stay empty" if units < parts else ""
+    idle = f"; fewer units than parts, so {parts - units} of {parts} stay empty" if units < parts else ""
     return f"{count}, the longest first onto the least loaded part{idle}"
 
 

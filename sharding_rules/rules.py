@@ -69,6 +69,9 @@ class AxisRules(Mapping[str, Rule]):
     def __len__(self) -> int:
         return len(self._rules)
 
+    def __hash__(self) -> int:
+        return hash(frozenset(self._rules.items()))
+
     def __repr__(self) -> str:
         return f"AxisRules({', '.join(f'{name}={rule!r}' for name, rule in self._rules.items())})"
 

@@ -1,9 +1,9 @@
 """Key names of Kimi-K2.5's vision tower and projector.
 
-"original": as published, or with the projector spelt as vLLM does. "transformers": as transformers 5 names them in memory,
-where norms and MLP layers are counted from 1 instead of 0, query, key and value are apart, and the rows of query and key
-are permuted within each head for `rotate_half` (`PermuteForRope`). Parameters are in the original order: rotary pairs side
-by side.
+"original": as published, or with the projector spelt as vLLM does. "transformers": as transformers 5 names them in
+memory, where norms and MLP layers are counted from 1 instead of 0, query, key and value are apart, and the rows of
+query and key are permuted within each head for `rotate_half` (`PermuteForRope`). Parameters are in the original order:
+rotary pairs side by side.
 """
 
 from checkpoints_convert.mapping import Entry, Mapping, Reorder, half_split_to_pairs, linear, norm

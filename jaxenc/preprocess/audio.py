@@ -144,8 +144,8 @@ def _array_mono(array: np.ndarray, name: str) -> Float32[np.ndarray, " samples"]
         scaled = (array.astype(np.float32) - 128) / 128
     else:
         raise InputError(f"{name}: dtype {array.dtype}, expected float, int16, int32 or uint8")
-    if scaled.ndim == 1:
-        return scaled
+    if scaled.ndim == 1 or scaled.size == 0:
+        return scaled.ravel()
     return np.asarray(np.mean(scaled, axis=int(np.argmin(scaled.shape))))
 
 
@@ -154,17 +154,20 @@ def _file_mono(source: Any, name: str) -> tuple[Float32[np.ndarray, " samples"],
     file = open_source(source, name)
     try:
         with soundfile.SoundFile(file) as sound:
-            samples = sound.read(dtype="float32", always_2d=True)
-            if len(samples) < sound.frames:
-                raise InputError(f"{name}: truncated, {len(samples)} of {sound.frames} samples are there")
-            return samples.mean(axis=1, dtype=np.float32), sound.samplerate
+            parts = []  # read by blocks: a damaged header may promise more samples than memory holds
+            while len(block := sound.read(2**20, dtype="float32", always_2d=True)):
+                parts.append(block.mean(axis=1))
+            waveform = np.concatenate([np.zeros(0, np.float32), *parts])
+            if len(waveform) < sound.frames:
+                raise InputError(f"{name}: truncated, {len(waveform)} of {sound.frames} samples are there")
+            return waveform, sound.samplerate
     except soundfile.LibsndfileError as error:
         refusal = error
     av: Any = require("av")  # containers that libsndfile does not know: MP4, M4A, WebM
     try:
         if hasattr(file, "seek"):
             file.seek(0)
-        with av.open(file) as container:
+        with av.open(file, metadata_errors="replace") as container:
             if not container.streams.audio:
                 raise InputError(f"{name}: the file has no audio stream")
             as_float = av.AudioResampler(format="fltp")

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 WHITE = (255, 255, 255)
 # What Pillow's readers raise on damaged files, beside OSError and its own decompression-bomb classes.
-_DAMAGED = (OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, OverflowError, struct.error, zlib.error)
+_DAMAGED = (
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, OverflowError, RuntimeError),
+    *(struct.error, zlib.error),
+)
 
 
 def load_image(

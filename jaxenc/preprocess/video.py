@@ -179,7 +179,7 @@ def _file_frames(
     av: Any = require("av")
     file = open_source(source, name)
     try:
-        with av.open(file) as container:
+        with av.open(file, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise InputError(f"{name}: the file has no video stream")
             total = container.streams.video[0].frames
@@ -207,6 +207,6 @@ def _file_frames(
 def _decode(av: Any, file: Any) -> Iterator[Any]:
     if hasattr(file, "seek"):
         file.seek(0)
-    with av.open(file) as container:
+    with av.open(file, metadata_errors="replace") as container:
         container.streams.video[0].thread_type = "AUTO"
         yield from container.decode(video=0)

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 FLOAT32_TOLERANCE = 1e-5  # of the output's absmax
-SEEN = 3 * FLOAT32_TOLERANCE  # a mistake that moves the output so much cannot hide in the tolerance
 
 
 def max_error(ours: Sequence[ArrayLike], truth: Sequence[np.ndarray]) -> float:
@@ -21,18 +20,26 @@ def rms_error(ours: Sequence[ArrayLike], truth: Sequence[np.ndarray]) -> float:
     return float(np.sqrt(sum((x**2).sum() for x in differences) / sum((x**2).sum() for x in truth)))
 
 
-def assert_float32_equal(ours: Sequence[ArrayLike], truth: Sequence[np.ndarray]) -> None:
-    """Every array within 1e-5 of its own absmax."""
+def assert_float32_equal(
+    ours: Sequence[ArrayLike], truth: Sequence[np.ndarray], *, tolerance: float = FLOAT32_TOLERANCE
+) -> None:
+    """Every array within `tolerance` of its own absmax."""
     assert len(ours) == len(truth)
     errors = [max_error([x], [y]) for x, y in zip(ours, truth, strict=True)]
-    assert max(errors) <= FLOAT32_TOLERANCE, [f"{error:.1e}" for error in errors]
+    assert max(errors) <= tolerance, [f"{error:.1e}" for error in errors]
 
 
-def assert_avoided(ours: Sequence[ArrayLike], truth: Sequence[np.ndarray], mistaken: Sequence[np.ndarray]) -> None:
-    """Every array is the truth, and every one shows the mistake: it would differ by more than the tolerance."""
+def assert_avoided(
+    ours: Sequence[ArrayLike],
+    truth: Sequence[np.ndarray],
+    mistaken: Sequence[np.ndarray],
+    *,
+    tolerance: float = FLOAT32_TOLERANCE,
+) -> None:
+    """Every array is the truth, and every one shows the mistake: with it, it could not be within the tolerance."""
     shown = [max_error([x], [y]) for x, y in zip(mistaken, truth, strict=True)]
-    assert min(shown) > SEEN, f"the mistake does not show: {[f'{error:.1e}' for error in shown]}"
-    assert_float32_equal(ours, truth)
+    assert min(shown) > 3 * tolerance, f"the mistake does not show: {[f'{error:.1e}' for error in shown]}"
+    assert_float32_equal(ours, truth, tolerance=tolerance)
 
 
 def assert_bfloat16_as_good(

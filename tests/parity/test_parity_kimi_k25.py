@@ -80,8 +80,8 @@ def avoids(original: Kimi, items: Items, truth: Encoded, ours: list[np.ndarray])
     """Asserts that the chosen items are right, and that each of them would show the mistake."""
 
     def check(mistake: KimiAlter, on: list[int]) -> None:
-        mistaken = original.run(items, alter=mistake).rows
-        assert_avoided(*([rows[i] for i in on] for rows in (ours, truth.rows, mistaken)))
+        mistaken = original.run([items[i] for i in on], alter=mistake).rows
+        assert_avoided([ours[i] for i in on], [truth.rows[i] for i in on], mistaken)
 
     return check
 

@@ -25,7 +25,7 @@ from tests.parity.references import (
 
 FRAMES = [230, 100, 61, 1750, 333, 37, 99, 1]
 TWO_CHUNKS, CHUNK, SHORT, LONG, FOUR_CHUNKS, SHORTER, ALMOST, ONE_FRAME = range(8)
-ALL = list(range(8))
+SEVERAL = [TWO_CHUNKS, SHORT, ONE_FRAME]
 
 
 def encode(encoder: jaxenc.Encoder, items: list[np.ndarray]) -> list[np.ndarray]:
@@ -74,8 +74,8 @@ def avoids(
     """Asserts that the chosen clips are right, and that each of them would show the mistake."""
 
     def check(mistake: AudioAlter, on: list[int]) -> None:
-        mistaken = original.run(items, alter=mistake).rows
-        assert_avoided(*([rows[i] for i in on] for rows in (ours, truth.rows, mistaken)))
+        mistaken = original.run([items[i] for i in on], alter=mistake).rows
+        assert_avoided([ours[i] for i in on], [truth.rows[i] for i in on], mistaken)
 
     return check
 
@@ -149,11 +149,11 @@ def test_every_layout_and_config_gives_the_same_rows(
 
 
 def test_convolutions_are_flattened_channel_major(avoids: Callable[..., None]) -> None:
-    avoids(AudioAlter(flatten="mel-major"), on=ALL)
+    avoids(AudioAlter(flatten="mel-major"), on=SEVERAL)
 
 
 def test_positions_start_again_in_every_chunk(avoids: Callable[..., None]) -> None:
-    avoids(AudioAlter(positions="clip"), on=[TWO_CHUNKS, LONG, FOUR_CHUNKS])
+    avoids(AudioAlter(positions="clip"), on=[TWO_CHUNKS, FOUR_CHUNKS])
 
 
 def test_attention_stays_in_windows_of_104_tokens(avoids: Callable[..., None]) -> None:
@@ -162,12 +162,12 @@ def test_attention_stays_in_windows_of_104_tokens(avoids: Callable[..., None]) -
 
 
 def test_clips_do_not_attend_to_each_other(avoids: Callable[..., None]) -> None:
-    avoids(AudioAlter(window="call"), on=ALL)
+    avoids(AudioAlter(window="call"), on=SEVERAL)
 
 
 def test_short_chunks_are_padded_to_100_frames(avoids: Callable[..., None]) -> None:
-    # 61 and 37 frames: what a short clip gives by itself; 230, 1750 and 333: a last chunk that is not padded.
-    avoids(AudioAlter(padding="none"), on=[SHORT, SHORTER, TWO_CHUNKS, LONG, FOUR_CHUNKS])
+    # 61 and 37 frames: what a short clip gives by itself; 230 and 333: a last chunk that is not padded.
+    avoids(AudioAlter(padding="none"), on=[SHORT, SHORTER, TWO_CHUNKS, FOUR_CHUNKS])
 
 
 def test_a_short_clip_is_the_same_alone_as_among_others(encoder: jaxenc.Encoder, items: list[np.ndarray]) -> None:
@@ -177,39 +177,42 @@ def test_a_short_clip_is_the_same_alone_as_among_others(encoder: jaxenc.Encoder,
 
 def test_position_frequencies_end_at_the_slowest(avoids: Callable[..., None]) -> None:
     half = AudioSizes().embed // 2
-    avoids(AudioAlter(sinusoids=partial(whisper_sinusoids, divisor=half)), on=[i for i in ALL if i != ONE_FRAME])
+    avoids(AudioAlter(sinusoids=partial(whisper_sinusoids, divisor=half)), on=[TWO_CHUNKS, SHORT, ALMOST])
 
 
 def test_convolutions_have_the_erf_gelu(avoids: Callable[..., None]) -> None:
-    avoids(AudioAlter(conv_gelu=nn.GELU("tanh")), on=ALL)
+    avoids(AudioAlter(conv_gelu=nn.GELU("tanh")), on=SEVERAL)
 
 
 def test_blocks_have_the_erf_gelu(avoids: Callable[..., None]) -> None:
-    avoids(AudioAlter(model=lambda tower: use_activation(tower.layers, name="gelu_pytorch_tanh")), on=ALL)
+    avoids(AudioAlter(model=lambda tower: use_activation(tower.layers, name="gelu_pytorch_tanh")), on=SEVERAL)
 
 
 def test_projector_has_the_erf_gelu(avoids: Callable[..., None]) -> None:
     def mistake(tower: nn.Module) -> None:
         tower.act = nn.GELU("tanh")
 
-    avoids(AudioAlter(model=mistake), on=ALL)
+    avoids(AudioAlter(model=mistake), on=SEVERAL)
 
 
 def test_every_norms_epsilon_is_1e_5(tmp_path: Path) -> None:
-    # Positions of a standard deviation of 0.7 enter the tower whatever its weights: one term cancels them at the first
-    # position of a chunk, so a clip of 8 frames, one token, meets every norm with activations of about sqrt(1e-5).
+    # Positions enter with a standard deviation of 0.5 whatever the weights. A clip of 8 frames is one token, and that
+    # is at position 0, [0, ..., 1, ...]: the first attention's bias takes it away, and every norm after that (for the
+    # first, its second layer stands) meets activations of about sqrt(1e-5).
     checkpoint = qwen3_omni_audio(scales={"conv_out": 2e-3, "out_proj": 2e-3, "fc2": 2e-3})
-    original = Qwen3OmniAudio(checkpoint)
-    item = log_mel(8)
+    checkpoint.tensors["tower"]["layers.0.self_attn.out_proj.bias"][:] = -whisper_sinusoids(1, AudioSizes().embed)[0]
+    original, item = Qwen3OmniAudio(checkpoint), log_mel(8)
     truth = original.run([item]).rows
-    rows = encode(jaxenc.load(checkpoint.write(tmp_path), tower="audio", dtype="float32"), [item])
+    folder = checkpoint.write(tmp_path, dtype="float32")
+    rows = encode(jaxenc.load(folder, tower="audio", dtype="float32"), [item])
     for part in (
         lambda tower: [layer.self_attn_layer_norm for layer in tower.layers],
         lambda tower: [layer.final_layer_norm for layer in tower.layers],
         lambda tower: [tower.ln_post],
     ):
         mistake = AudioAlter(model=lambda tower, part=part: use_epsilon(*part(tower), eps=1e-6))
-        assert_avoided(rows, truth, original.run([item], alter=mistake).rows)
+        # tokens are a hundredth of what they are made of: float32 has two digits less for them
+        assert_avoided(rows, truth, original.run([item], alter=mistake).rows, tolerance=1e-4)
 
 
 # Lengths

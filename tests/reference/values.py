@@ -1,0 +1,109 @@
+"""What the originals give on the tiny checkpoints, from files: for suites that run without PyTorch.
+
+    values = load("kimi_k25")
+    folder = values.checkpoint.write(tmp_path)
+    rows = jaxenc.load(folder, dtype="float32").encode_items([jaxenc.VisionItem(*item) for item in values.items])
+    # rows[i] is within 1e-5 of values.rows[i]
+
+The files hold float64 outputs alone. Weights and inputs are made anew by `tests.parity.checkpoints`, the same
+everywhere; the files hold their digests, and `load` refuses when they differ. `python -m tests.reference.generate` makes
+the files (it needs PyTorch and transformers).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from tests.parity.checkpoints import (
+    AudioSizes,
+    Checkpoint,
+    KimiSizes,
+    WhisperSizes,
+    image_patches,
+    kimi_k25,
+    log_mel,
+    qwen3_omni_audio,
+    whisper,
+)
+
+FOLDER = Path(__file__).parent
+GRIDS = ((1, 8, 8), (2, 2, 2), (1, 4, 6), (4, 6, 10), (3, 12, 4), (1, 20, 14), (1, 16, 16))
+FRAMES = (230, 61, 100, 1750, 333, 37, 99)
+WITH_HIDDEN = 2  # items whose blocks' outputs are kept, the first ones
+
+
+@dataclass(frozen=True)
+class Case:
+    """How one file comes about: a checkpoint and its items, whatever the original takes."""
+
+    checkpoint: Callable[[], Checkpoint]
+    items: Callable[[], list[Any]]
+
+
+CASES = {
+    # a table of 16 x 16 keeps the checkpoint small; the grids need more rows than that, fewer, and just as many
+    "kimi_k25": Case(
+        lambda: kimi_k25(KimiSizes(table=(16, 16)), seed=7),
+        lambda: [(image_patches(grid, seed=7), grid) for grid in GRIDS],
+    ),
+    "qwen3_omni_audio": Case(
+        lambda: qwen3_omni_audio(AudioSizes(heads=10, head_dim=4), seed=7),
+        lambda: [log_mel(frames, seed=7) for frames in FRAMES],
+    ),
+    "whisper": Case(
+        lambda: whisper(WhisperSizes(), seed=7),
+        lambda: [log_mel(2 * WhisperSizes().positions, bins=WhisperSizes().mel, seed=seed) for seed in (7, 8)],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Values:
+    """One original's weights, inputs and outputs.
+
+    Attributes:
+        checkpoint: weights and configs; `write` saves them as published.
+        items: (patches [t*h*w, 588], (t, h, w)) each, or log-mels [bins, frames].
+        rows: what comes out of each [rows, dim], float64.
+        hidden: of the first items, the residual stream [layers + 1, tokens, embed], float64: what enters the first
+            block, then what leaves each.
+    """
+
+    checkpoint: Checkpoint
+    items: list[Any]
+    rows: list[np.ndarray]
+    hidden: list[np.ndarray]
+
+
+def load(name: str) -> Values:
+    """The values of "kimi_k25", "qwen3_omni_audio" or "whisper".
+
+    Raises:
+        ValueError: weights or inputs are not those that the file was made from.
+    """
+    case = CASES[name]
+    checkpoint, items = case.checkpoint(), case.items()
+    with safe_open(FOLDER / f"{name}.safetensors", framework="numpy") as file:
+        if file.metadata()["digests"] != digests(checkpoint, items):
+            raise ValueError(f"{name}: other weights or inputs; run python -m tests.reference.generate")
+        rows = [file.get_tensor(f"rows.{i}") for i in range(len(items))]
+        hidden = [file.get_tensor(f"hidden.{i}") for i in range(WITH_HIDDEN)]
+    return Values(checkpoint, items, rows, hidden)
+
+
+def digests(checkpoint: Checkpoint, items: Sequence[Any]) -> str:
+    """JSON: SHA-256 of the published layout's tensors and config, and of the items."""
+    weights, inputs = hashlib.sha256(), hashlib.sha256()
+    for tensor_name, value in sorted(checkpoint.tensors["original"].items()):
+        weights.update(tensor_name.encode() + str(value.shape).encode() + value.astype("<f4").tobytes())
+    weights.update(json.dumps(checkpoint.configs["original"], sort_keys=True).encode())
+    for item in items:
+        array, *grid = item if isinstance(item, tuple) else (item,)
+        inputs.update(str((array.shape, grid)).encode() + array.astype("<f4").tobytes())
+    return json.dumps({"weights": weights.hexdigest(), "inputs": inputs.hexdigest()})

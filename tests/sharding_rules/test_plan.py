@@ -1,0 +1,158 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from sharding_rules import IndivisibleAxisError, RulesError, make_mesh
+
+
+def test_the_printed_plan_says_what_happened_to_20_heads_on_8_devices(tower):
+    text = str(tower().plan({"data": 1, "model": 8}))
+    flat = " ".join(text.split())
+    assert "on 8 devices, mesh (data=1, model=8), used as (data=1, model_batch=2, model=4)" in flat
+    assert (
+        "Strategy: hybrid, chosen by auto. 20 heads do not divide over 8 devices of 'model' (20 = 8 x 2 + 4)." in flat
+    )
+    assert "'model' is split 4 x 2: 5 heads on each of 4, and the batch over the remaining 2" in flat
+    assert "attention heads 20 model 4 5 sharded" in flat
+    assert "> hybrid 4 x 2 1.00" in flat
+    assert "replicate 1 x 1 8.00" in flat
+    assert max(map(len, text.splitlines())) < 120
+
+
+@pytest.mark.parametrize("strategy", ["auto", "tensor", "data", "replicate", {"attention": "replicate"}])
+def test_every_line_of_a_printed_plan_is_below_120_columns(tower, strategy):
+    text = str(
+        tower(heads=12, name="an encoder of a rather long name").plan({"data": 8, "model": 12}, strategy=strategy)
+    )
+    assert max(map(len, text.splitlines())) < 120
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_json_round_trips_and_has_what_the_command_line_promises(tower):
+    plan = tower().plan({"data": 1, "model": 8})
+    data = json.loads(json.dumps(plan.to_json()))
+    assert data == plan.to_json()
+    assert data["mesh"] == {"data": 1, "model": 8}
+    assert data["plan_mesh"] == {"data": 1, "model_batch": 2, "model": 4}
+    assert (data["strategy"], data["batch_layout"], data["rows_parts"]) == ("hybrid", "rows", 2)
+    assert data["flops_ratio"] == pytest.approx(1) and data["padding_ratio"] == pytest.approx(1)
+    assert data["flops_per_device"] == pytest.approx(data["flops_ideal"])
+    heads = next(decision for decision in data["decisions"] if decision["axis"] == "heads")
+    assert {**heads, "reason": ""} == {
+        "group": "attention", "axis": "heads", "size": 20, "mesh_axes": ["model"], "parts": 4, "action": "sharded",
+        "reason": "",
+    }  # fmt: skip
+    strategies = [(c["strategy"], c["weight_parts"], c["batch_parts"], c["chosen"]) for c in data["candidates"]]
+    assert strategies == [
+        ("tensor", 8, 1, False),
+        ("hybrid", 4, 2, True),
+        ("hybrid", 2, 4, False),
+        ("data", 1, 8, False),
+        ("replicate", 1, 1, False),
+    ]
+    assert data["candidates"][0]["flops_ratio"] is None
+    assert data["candidates"][4]["flops_ratio"] == pytest.approx(8)
+    assert data["candidates"][1]["param_bytes_per_device"] == data["param_bytes_per_device"]
+    assert [c["collectives_per_layer"] for c in data["candidates"]] == [None, 2, 2, 0, 0]
+
+
+def test_html_is_a_table_with_everything_escaped(tower):
+    text = tower(name="<b>&").plan({"data": 1, "model": 8})._repr_html_()
+    assert "&lt;b&gt;&amp;" in text and "<b>&" not in text
+    assert text.count("<table>") == text.count("</table>") == 2
+
+
+def test_rich_shows_the_same(tower):
+    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(tower().plan({"data": 1, "model": 8}))
+    assert "5 heads on each of 4" in " ".join(console.export_text().split())
+
+
+def test_diff_says_what_changes_and_nothing_else(tower):
+    hybrid, data = (tower().plan({"data": 1, "model": 8}, strategy=strategy) for strategy in ("hybrid", "data"))
+    lines = {line.split("  ")[0]: line for line in hybrid.diff(data).splitlines()}
+    assert lines["strategy"].endswith("hybrid  ->  data")
+    assert lines["attention / heads"].endswith("sharded, 4 x 5 over model  ->  replicated, 1 x 20")
+    assert "flops ratio" not in lines
+    assert hybrid.diff(hybrid) == "no difference"
+
+
+def test_shardings_are_found_by_path_and_a_wrong_path_names_the_nearest(tower):
+    plan = tower().plan(make_mesh(model=8))
+    assert plan.sharding("layers/attention/query/bias").spec == jax.P(None, "model", None)
+    assert plan.sharding("layers/attention/query/bias").mesh is plan.mesh
+    with pytest.raises(KeyError, match="did you mean 'stem/kernel'"):
+        plan.sharding("stem/kernl")
+
+
+def test_activations_are_placed_by_name(tower):
+    plan = tower().plan({"data": 1, "model": 8})
+    assert tuple(plan.spec("batch", "length", "heads", "head_dim")) == (("data", "model_batch"), None, "model", None)
+    assert tuple(plan.spec("batch", "stem_length", None)) == (("data", "model_batch"), "model", None)
+    with pytest.raises(RulesError, match="'hedas'; did you mean 'heads'"):
+        plan.spec("batch", "hedas")
+    with pytest.raises(RulesError, match="'heads' and 'mlp' both use mesh axis 'model'"):
+        plan.spec("heads", "mlp")
+
+
+def test_constrain_divides_inside_the_users_jit(tower):
+    plan = tower().plan(make_mesh(data=2, model=4), strategy="tensor")
+    out = jax.jit(lambda x: plan.constrain(x * 2, "batch", "length", "heads"))(jnp.ones((2, 3, 20)))
+    assert out.sharding.shard_shape(out.shape) == (1, 3, 5)
+    assert (out == 2).all()
+    assert plan.constrain(jnp.ones((2, 20)), "batch", "heads").sharding.shard_shape((2, 20)) == (1, 5)
+
+
+def test_constrain_works_inside_set_mesh_and_on_a_split_mesh(tower):
+    mesh = make_mesh(model=8)
+    plan = tower().plan(mesh)
+    with jax.set_mesh(mesh):
+        out = jax.jit(lambda x: plan.constrain(x, "batch", "heads"))(jnp.ones((2, 20)))
+    assert out.sharding.shard_shape(out.shape) == (1, 5)
+
+
+def test_constrain_in_an_explicit_mesh_names_both_meshes_and_works_through_auto_axes(tower):
+    mesh = Mesh(make_mesh(model=8).devices, ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    plan = tower().plan(mesh)
+
+    def double(x: jax.Array) -> jax.Array:
+        return plan.constrain(x, "batch", "heads") * 2
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"data=1, model=8\) has Explicit axes.*data=1, model_batch=2, model=4"):
+            jax.jit(double)(jnp.ones((2, 20)))
+        out = jax.jit(jax.sharding.auto_axes(double, out_sharding=jax.P()))(jnp.ones((2, 20)))
+    assert (out == 2).all()
+
+
+def test_constrain_raises_at_trace_time_where_jax_would_replicate(tower):
+    plan = tower().plan(make_mesh(data=2, model=4))
+    with pytest.raises(IndivisibleAxisError) as error:
+        jax.eval_shape(lambda x: plan.constrain(x, "batch", "length", "heads"), jnp.ones((2, 3, 18)))
+    assert "axis 'heads' (dimension 2 of [2, 3, 18]) has size 18" in str(error.value)
+    assert "the 4 devices of mesh axes 'model' (data=2, model=4). Make it a multiple of 4." in str(error.value)
+    with pytest.raises(ValueError, match=r"2 names .* for 3 dimensions"):
+        plan.constrain(jnp.ones((2, 3, 20)), "batch", "heads")
+
+
+def test_constrain_traces_on_an_abstract_mesh(tower):
+    plan = tower().plan({"data": 8, "model": 8})
+    out = jax.eval_shape(
+        jax.jit(lambda x: plan.constrain(x, "batch", "heads")), jax.ShapeDtypeStruct((16, 20), "float32")
+    )
+    assert out.shape == (16, 20)
+
+
+def test_constrain_does_nothing_on_one_device(tower):
+    plan = tower().plan(make_mesh())
+    x = jnp.ones((3, 20))
+    assert plan.constrain(x, "batch", "heads") is x
+    with pytest.raises(RulesError):
+        plan.constrain(x, "batch", "hedas")
+
+
+def test_the_repr_is_one_line(tower):
+    assert "\n" not in repr(tower().plan({"data": 1, "model": 8}))
