@@ -128,7 +128,9 @@ def verify(
 def export(
     dst: Annotated[Path, typer.Argument(metavar="DST", help="A converted checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
-    layout: Annotated[str, typer.Option(help="original (as published) or transformers (as it names them).")] = "original",
+    layout: Annotated[
+        str, typer.Option(help="original (as published) or transformers (as it names them).")
+    ] = "original",
     max_shard_size: Annotated[int, typer.Option(help="Bytes a file may have.", min=1)] = 5_000_000_000,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at OUT.")] = False,
     as_json: Json = False,

@@ -242,8 +242,12 @@ def _from_headers(source: Source, files: list[str]) -> Source:
 def _open_hub(name: str, *, revision: str | None, token: str | bool | None) -> Source:
     # Imported here because local files need not wait for it.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP library, which changes
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library, which is not the same in all versions
+        LocalEntryNotFoundError,
+    )
 
     commit = revision
 
@@ -367,8 +371,8 @@ def _parse_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[tu
     end, previous = 0, ""
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size_bytes)):
         if info.size_bytes and info.offset < end:
-            fault = f"{name} ({file}): its bytes overlap those of {previous}"
-            faults += [(name, fault), (previous, fault)]
+            for one, other in ((name, previous), (previous, name)):
+                faults.append((one, f"{one} ({file}): its bytes overlap those of {other}"))
         if info.offset + info.size_bytes > end:
             end, previous = info.offset + info.size_bytes, name
     return tensors, faults

@@ -93,6 +93,7 @@ class Encoder:
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self.budgets = self._ladder(budgets)
         self.compiled: dict[tuple[Budget, tuple[int, ...]], Any] = {}
+        self._jitted = jax.jit(self._run, static_argnames="capture")
 
     def __repr__(self) -> str:
         """Name, dtype and layout in a line."""
@@ -195,7 +196,7 @@ class Encoder:
         Returns:
             Rows [b, m, dim]; with `capture`, a pair of them and block -> tokens [b, n, embed].
         """
-        rows, captured = self._run(params, dict(batch.inputs), capture=self._blocks(capture))
+        rows, captured = self._jitted(params, dict(batch.inputs), capture=self._blocks(capture))
         return (rows, captured) if captured else rows
 
     def unpack(self, out: Shaped[Array, "b m d"], batch: Batch) -> list[np.ndarray]:
@@ -331,7 +332,7 @@ class Encoder:
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
                 for name, array in example.inputs.items()
             }
-            self.compiled[key] = jax.jit(partial(self._run, capture=capture)).lower(self.params, inputs).compile()
+            self.compiled[key] = self._jitted.lower(self.params, inputs, capture=capture).compile()
         return self.compiled[key]
 
     def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:

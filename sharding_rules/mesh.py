@@ -29,7 +29,7 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
         raise ValueError(f"make_mesh(data={data}, model={model}): both sizes must be at least 1")
     if len(found) < needed:
         raise ValueError(
-            f"make_mesh(data={data}, model={model}) needs {needed} devices; JAX has {len(found)} here. "
+            f"make_mesh(data={data}, model={model}) needs {needed} devices and there are {len(found)}. "
             f"For virtual CPU devices, set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is "
             f"imported; to plan without devices, use jax.sharding.AbstractMesh(({data}, {model}), ('data', 'model'))."
         )

@@ -203,8 +203,8 @@ class Plan:
         context = jax.sharding.get_abstract_mesh()
         if AxisType.Explicit in context.axis_types:
             raise ValueError(
-                f"{self.encoder}: the surrounding mesh of jax.set_mesh ({describe_mesh(context)}) has Explicit axes, the "
-                f"plan's mesh ({describe_mesh(self.mesh)}) Auto ones. Call through jax.sharding.auto_axes, or outside it."
+                f"{self.encoder}: the mesh of jax.set_mesh ({describe_mesh(context)}) has Explicit axes, the plan's "
+                f"({describe_mesh(self.mesh)}) Auto ones. Call through jax.sharding.auto_axes or outside set_mesh."
             )
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return constrained

@@ -6,7 +6,7 @@ import io
 import os
 from importlib import import_module
 from types import ModuleType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -62,3 +62,12 @@ def open_source(source: object, name: str) -> str | io.BytesIO:
     if isinstance(source, bytes | bytearray | memoryview):
         return io.BytesIO(source)
     raise InputError(f"{name}: cannot read a {type(source).__name__}; give a path, bytes, a binary file or an array")
+
+
+def open_container(file: str | io.BytesIO) -> Any:
+    """A file as FFmpeg's container, from its start."""
+    av: Any = require("av")
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    # Before 19, PyAV refuses a file for a title that is not UTF-8 unless told otherwise.
+    return av.open(file, metadata_errors="replace") if int(av.__version__.split(".")[0]) < 19 else av.open(file)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Float64
 from numpy.typing import ArrayLike
 
 from jaxenc.errors import InputError
-from jaxenc.preprocess._sources import MediaFile, as_array, is_array, open_source, require, source_name
+from jaxenc.preprocess._sources import MediaFile, as_array, is_array, open_container, open_source, require, source_name
 
 SAMPLE_RATE = 16_000
 WINDOW_SAMPLES = 400
@@ -165,9 +165,7 @@ def _file_mono(source: Any, name: str) -> tuple[Float32[np.ndarray, " samples"],
         refusal = error
     av: Any = require("av")  # containers that libsndfile does not know: MP4, M4A, WebM
     try:
-        if hasattr(file, "seek"):
-            file.seek(0)
-        with av.open(file, metadata_errors="replace") as container:
+        with open_container(file) as container:
             if not container.streams.audio:
                 raise InputError(f"{name}: the file has no audio stream")
             as_float = av.AudioResampler(format="fltp")

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from jaxenc.errors import InputError
 from jaxenc.items import VisionItem
-from jaxenc.preprocess._sources import MediaFile, as_array, is_array, open_source, require, source_name
+from jaxenc.preprocess._sources import MediaFile, as_array, is_array, open_container, open_source, require, source_name
 from jaxenc.preprocess.images import load_image, navit_item
 
 Sampling = Literal["even", "endpoints"]
@@ -179,34 +179,33 @@ def _file_frames(
     av: Any = require("av")
     file = open_source(source, name)
     try:
-        with av.open(file, metadata_errors="replace") as container:
+        with open_container(file) as container:
             if not container.streams.video:
                 raise InputError(f"{name}: the file has no video stream")
             total = container.streams.video[0].frames
             rate = container.streams.video[0].average_rate
         if not total:  # WebM, Matroska and others do not say; only decoding tells
-            total = sum(1 for _ in _decode(av, file))
+            total = sum(1 for _ in _decode(file))
         if fps is None and rate and rate.numerator and rate.denominator:
             fps = rate.numerator / rate.denominator
         if fps is None:
             if total > 1:
                 raise InputError(f"{name}: the file does not state a frame rate; give fps=")
             fps = 1.0
-        wanted = set(sample_indices(total, fps, sample_fps=sample_fps, sampling=sampling).tolist())
-        for i, frame in enumerate(_decode(av, file)):
+        indices = sample_indices(total, fps, sample_fps=sample_fps, sampling=sampling).tolist()
+        wanted, last = set(indices), max(indices, default=0)
+        for i, frame in enumerate(_decode(file)):
             if i in wanted:
                 # Phones store portrait video lying down, with the rotation beside it.
                 upright = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
                 yield np.ascontiguousarray(upright), i / fps
-            if i >= max(wanted, default=0):
+            if i >= last:
                 return
     except (av.error.FFmpegError, OSError) as error:
         raise InputError(f"{name}: not a readable video ({error})") from error
 
 
-def _decode(av: Any, file: Any) -> Iterator[Any]:
-    if hasattr(file, "seek"):
-        file.seek(0)
-    with av.open(file, metadata_errors="replace") as container:
+def _decode(file: Any) -> Iterator[Any]:
+    with open_container(file) as container:
         container.streams.video[0].thread_type = "AUTO"
         yield from container.decode(video=0)

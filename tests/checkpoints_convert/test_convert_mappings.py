@@ -17,7 +17,9 @@ QWEN = mappings.qwen3_omni_audio.mappings(**tiny.QWEN)
 WHISPER = mappings.whisper.mappings(**tiny.WHISPER)
 NATIVE = tiny.kimi_transformers(tiny.kimi_original())
 VLLM = {
-    name.replace("mm_projector.proj.0", "mm_projector.linear_1").replace("mm_projector.proj.2", "mm_projector.linear_2"): v
+    name.replace("mm_projector.proj.0", "mm_projector.linear_1").replace(
+        "mm_projector.proj.2", "mm_projector.linear_2"
+    ): v
     for name, v in tiny.kimi_original().items()
 }
 CHECKPOINTS = [
@@ -84,7 +86,9 @@ def test_kimi_parameters_are_the_published_tensors_reshaped(tmp_path):
             [original[f"{block}{n}.wqkv.weight"].reshape(3, 8, 4, 32) for n in range(3)]
         ),
         "layers/attention/qkv/bias": np.stack([original[f"{block}{n}.wqkv.bias"].reshape(3, 8, 4) for n in range(3)]),
-        "layers/attention/out/kernel": np.stack([original[f"{block}{n}.wo.weight"].reshape(32, 8, 4) for n in range(3)]),
+        "layers/attention/out/kernel": np.stack(
+            [original[f"{block}{n}.wo.weight"].reshape(32, 8, 4) for n in range(3)]
+        ),
         "layers/mlp/up/kernel": np.stack([original[f"{block}{n}.mlp.fc0.weight"] for n in range(3)]),
         "layers/mlp/down/kernel": np.stack([original[f"{block}{n}.mlp.fc1.weight"] for n in range(3)]),
         "final_norm/bias": original["vision_tower.encoder.final_layernorm.bias"],
@@ -147,10 +151,7 @@ def test_every_slice_equals_the_slice_of_the_whole(tmp_path):
     )
     mapping = Mapping("toy", "original", entries=(entry,), prefixes=("b.",), layers=3)
     whole = np.stack(
-        [
-            np.stack([tensors[f"b.{n}.{part}"].reshape(3, 2, 4).transpose(2, 0, 1) for part in "qk"])
-            for n in range(3)
-        ]
+        [np.stack([tensors[f"b.{n}.{part}"].reshape(3, 2, 4).transpose(2, 0, 1) for part in "qk"]) for n in range(3)]
     )
     whole[:, 0] = whole[:, 0][:, :, list(order)]
     source = open_source(tmp_path / "m.safetensors")

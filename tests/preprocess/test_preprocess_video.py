@@ -31,9 +31,10 @@ def which(decoded):
     return np.round(decoded[:, 4:-4, 4:-4].mean(axis=(1, 2, 3)) / 10).astype(int).tolist()
 
 
-def encoded(video, rate, format="mp4", codec="mpeg4"):
+def encoded(video, rate, format="mp4", codec="mpeg4", title=""):
     stream = io.BytesIO()
     with av.open(stream, "w", format=format) as container:
+        container.metadata["title"] = title
         track = container.add_stream(codec, rate=rate)
         track.height, track.width, track.pix_fmt = *video.shape[1:3], "yuv420p"
         for image in video:
@@ -148,6 +149,12 @@ def test_a_rotated_phone_video_stands_upright(degrees, matrix):
     expected = np.rot90(video, -degrees // 90, axes=(1, 2))
     assert decoded.shape == expected.shape
     np.testing.assert_allclose(decoded.astype(int), expected, atol=60)
+
+
+def test_a_title_that_is_not_utf8_is_no_obstacle():
+    data = encoded(frames(4), 2, title="cafe 1").replace(b"cafe 1", b"caf\xe9 1")
+    assert b"caf\xe9" in data
+    assert which(load_video(data)[0]) == [0, 1, 2, 3]
 
 
 # --- refusals

@@ -12,7 +12,6 @@ import os
 import struct
 import subprocess
 import sys
-import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,31 +96,6 @@ def checkpoint(name: str) -> Path:
     return write_checkpoint(folder, tensors, config, shards=2)
 
 
-def librivox() -> dict[str, tuple[Path, str]]:
-    """Clips of read speech, 16 kHz: name -> (wav file, transcript in lower case), from PocketSphinx's test data.
-
-    Raises:
-        Unavailable: the package cannot be fetched.
-    """
-    package, inside = "pocketsphinx==5.1.1", "pocketsphinx-5.1.1/test/data/librivox"
-    folder = cache() / "librivox"
-    if not (folder / "transcription").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fetch(package, source=True)) as archive:
-            entries = [entry for entry in archive if entry.isfile() and entry.name.startswith(inside)]
-            for entry in sorted(entries, key=lambda entry: entry.name.endswith("transcription")):
-                content = archive.extractfile(entry)
-                if content is not None and entry.name.endswith((".wav", "transcription")):
-                    (folder / Path(entry.name).name).write_bytes(content.read())
-    clips = {}
-    for line in (folder / "transcription").read_text().splitlines():
-        words, _, name = line.rpartition(" (")
-        name = name.rstrip(")")
-        text = words.removeprefix("<s>").removesuffix("</s>").strip()
-        clips[name.rpartition("-")[2]] = (folder / f"{name}.wav", text)
-    return clips
-
-
 def cache() -> Path:
     """Where fetched files are kept."""
     chosen = os.environ.get("JAXENC_TEST_CACHE")
@@ -130,7 +104,7 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxenc-tests"
 
 
-def fetch(package: str, *, source: bool = False, timeout_s: float = 300) -> Path:
+def fetch(package: str, *, timeout_s: float = 300) -> Path:
     """The file of one pinned package, "name==version", downloaded by pip without its dependencies.
 
     Raises:
@@ -146,9 +120,6 @@ def fetch(package: str, *, source: bool = False, timeout_s: float = 300) -> Path
     if not found():
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
-        if source:
-            # the prebuilt tools are enough to name the file; nothing is compiled
-            command += ["--no-binary", name]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         except subprocess.TimeoutExpired as error:

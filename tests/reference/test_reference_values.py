@@ -1,4 +1,4 @@
-"""The encoders against the originals' values in files, without PyTorch; and the files against the originals, with it."""
+"""The encoders against the originals' values in files, without PyTorch; the files against the originals, with it."""
 
 import importlib.util
 from pathlib import Path

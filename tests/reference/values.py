@@ -6,8 +6,10 @@
     # rows[i] is within 1e-5 of values.rows[i]
 
 The files hold float64 outputs alone. Weights and inputs are made anew by `tests.parity.checkpoints`, the same
-everywhere; the files hold their digests, and `load` refuses when they differ. `python -m tests.reference.generate` makes
-the files (it needs PyTorch and transformers).
+everywhere; the files hold their digests, and `load` refuses when they differ. The files are made (with PyTorch and
+transformers) by
+
+    python -m tests.reference.generate
 """
 
 import hashlib

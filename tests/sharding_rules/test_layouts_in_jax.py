@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
@@ -63,31 +64,34 @@ def test_jax_accepts_every_plan_and_heads_are_never_cut(tower, shape, heads, mlp
             assert (np.asarray(value) == np.asarray(values[path]) + 1).all()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shape=st.sampled_from([(1, 8), (2, 4), (1, 6)]), heads=st.sampled_from([3, 12, 20, 25]), rows=st.integers(1, 2))
-def test_attention_and_mlp_are_the_same_under_every_plan(tower, shape, heads, rows):
+@pytest.mark.parametrize(
+    ("shape", "heads", "strategy"), [((1, 8), 20, "hybrid"), ((2, 4), 12, "tensor"), ((1, 6), 25, "data")]
+)
+def test_a_transformer_block_computes_the_same_under_every_plan(tower, shape, heads, strategy):
     small = tower(heads=heads, mlp=heads * 6)
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("data", "model"))
     plan = small.plan(mesh)
-    keys = jax.random.split(jax.random.key(0), 5)
+    assert plan.strategy == strategy
+    random = np.random.default_rng(0)
     weights = {
-        path: jax.random.normal(key, parameter.shape[1:])
-        for key, (path, parameter) in zip(keys, list(small.parameters.items())[1:6], strict=True)
+        path: random.normal(size=parameter.shape[1:]).astype("float32")
+        for path, parameter in small.parameters.items()
+        if path.startswith("layers/")
     }
-    x = jax.random.normal(keys[0], (rows * plan.rows_parts, 5, 8))
+    x = random.normal(size=(plan.rows_parts, 5, 8)).astype("float32")
 
-    def block(weights, x, constrain):
+    def block(xp, weights, x, constrain):
         up, down = weights["layers/mlp/up/kernel"], weights["layers/mlp/down/kernel"]
         query, out = weights["layers/attention/query/kernel"], weights["layers/attention/out/kernel"]
-        h = jnp.einsum("bnd,hkd->bnhk", x, query) + weights["layers/attention/query/bias"]
-        h = constrain(jnp.tanh(h), "batch", "length", "heads", "head_dim")
-        x = constrain(x + jnp.einsum("bnhk,dhk->bnd", h, out), "batch", "length", "embed")
-        f = constrain(jnp.tanh(jnp.einsum("bnd,fd->bnf", x, up)), "batch", "length", "mlp")
-        return constrain(x + jnp.einsum("bnf,df->bnd", f, down), "batch", "length", "embed")
+        h = xp.einsum("bnd,hkd->bnhk", x, query) + weights["layers/attention/query/bias"]
+        h = constrain(xp.tanh(h), "batch", "length", "heads", "head_dim")
+        x = constrain(x + xp.einsum("bnhk,dhk->bnd", h, out), "batch", "length", "embed")
+        f = constrain(xp.tanh(xp.einsum("bnd,fd->bnf", x, up)), "batch", "length", "mlp")
+        return constrain(x + xp.einsum("bnf,df->bnd", f, down), "batch", "length", "embed")
 
-    expected = block(weights, x, lambda x, *names: x)
+    expected = block(np, weights, x, lambda x, *names: x)
     specs = {path: jax.P(*plan.parameter_specs[path][1:]) for path in weights}
     placed = {path: jax.device_put(value, jax.NamedSharding(plan.mesh, specs[path])) for path, value in weights.items()}
-    out = jax.jit(lambda weights, x: block(weights, x, plan.constrain))(placed, x)
-    np.testing.assert_allclose(out, expected, atol=1e-5 * float(jnp.abs(expected).max()))
-    assert out.sharding.shard_shape(out.shape) == (rows, 5, 8)
+    out = jax.jit(lambda weights, x: block(jnp, weights, x, plan.constrain))(placed, x)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
+    assert out.sharding.shard_shape(out.shape) == (1, 5, 8)

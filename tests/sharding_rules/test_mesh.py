@@ -18,7 +18,7 @@ def test_make_mesh_takes_given_devices():
 
 
 def test_make_mesh_with_too_few_devices_says_how_many_and_how_to_get_virtual_ones():
-    with pytest.raises(ValueError, match=r"needs 16 devices; JAX has 8 here.*xla_force_host_platform_device_count=16"):
+    with pytest.raises(ValueError, match=r"needs 16 devices and there are 8.*xla_force_host_platform_device_count=16"):
         make_mesh(data=2, model=8)
     with pytest.raises(ValueError, match="at least 1"):
         make_mesh(data=0)

@@ -25,7 +25,9 @@ def test_the_printed_plan_says_what_happened_to_20_heads_on_8_devices(tower):
 @pytest.mark.parametrize("strategy", ["auto", "tensor", "data", "replicate", {"attention": "replicate"}])
 def test_every_line_of_a_printed_plan_is_below_120_columns(tower, strategy):
     text = str(
-        tower(heads=12, name="an encoder of a rather long name").plan({"data": 8, "model": 12}, strategy=strategy)
+        tower(heads=12, mlp=144, name="an encoder of a rather long name").plan(
+            {"data": 8, "model": 12}, strategy=strategy
+        )
     )
     assert max(map(len, text.splitlines())) < 120
     assert all(line == line.rstrip() for line in text.splitlines())
@@ -38,7 +40,8 @@ def test_json_round_trips_and_has_what_the_command_line_promises(tower):
     assert data["mesh"] == {"data": 1, "model": 8}
     assert data["plan_mesh"] == {"data": 1, "model_batch": 2, "model": 4}
     assert (data["strategy"], data["batch_layout"], data["rows_parts"]) == ("hybrid", "rows", 2)
-    assert data["flops_ratio"] == pytest.approx(1) and data["padding_ratio"] == pytest.approx(1)
+    assert data["flops_ratio"] == pytest.approx(1)
+    assert data["padding_ratio"] == pytest.approx(1)
     assert data["flops_per_device"] == pytest.approx(data["flops_ideal"])
     heads = next(decision for decision in data["decisions"] if decision["axis"] == "heads")
     assert {**heads, "reason": ""} == {
@@ -61,7 +64,8 @@ def test_json_round_trips_and_has_what_the_command_line_promises(tower):
 
 def test_html_is_a_table_with_everything_escaped(tower):
     text = tower(name="<b>&").plan({"data": 1, "model": 8})._repr_html_()
-    assert "&lt;b&gt;&amp;" in text and "<b>&" not in text
+    assert "&lt;b&gt;&amp;" in text
+    assert "<b>&" not in text
     assert text.count("<table>") == text.count("</table>") == 2
 
 

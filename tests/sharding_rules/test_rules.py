@@ -67,7 +67,7 @@ def test_two_dimensions_on_one_mesh_axis_are_both_named_whatever_their_order(tow
         RulesError, match=r"layers/attention/query/kernel: .*'heads' and 'embed' both on mesh axis 'model'"
     ):
         tower(rules=rules).plan({"data": 1, "model": 4})
-    flipped = rules.__class__(**dict(reversed(rules.items())))
+    flipped = AxisRules(**{name: rules[name] for name in reversed(list(rules))})
     with pytest.raises(RulesError, match="'heads' and 'embed' both on mesh axis 'model'"):
         tower(rules=flipped).plan({"data": 1, "model": 4})
 
