@@ -7,7 +7,7 @@ MODEL  ?=
 TESTS  ?= tests
 export XLA_FLAGS ?= --xla_force_host_platform_device_count=8
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-without-torch lint bench clean
 
 # An environment for each set of extras would be slow to make: one is grown instead, a stamp for each set.
 $(VENV)/.%: pyproject.toml

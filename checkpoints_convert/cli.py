@@ -44,9 +44,9 @@ def inspect(
     lines = [f"{found['source']}: {found['tensors']} tensors in {found['files']} files"]
     for family, tower in found["towers"].items():
         lines.append(
-            f"{family} ({tower['layout']} layout, under {', '.join(tower['prefixes'])}): {len(tower['tensors'])} tensors, "
-            f"{tower['parameters'] / 1e6:,.1f} M parameters, {tower['size_bytes'] / 1e6:,.1f} MB "
-            f"({', '.join(tower['size_bytes_by_dtype'])}) would be read"
+            f"{family} ({tower['layout']} layout, under {', '.join(tower['prefixes'])}): "
+            f"{len(tower['tensors'])} tensors, {tower['parameters'] / 1e6:,.1f} M parameters, "
+            f"{tower['size_bytes'] / 1e6:,.1f} MB ({', '.join(tower['size_bytes_by_dtype'])}) would be read"
         )
         lines += [f"  {size / 1e6:10,.1f} MB of {file}" for file, size in tower["size_bytes_by_file"].items()]
         lines += [f"  problem: {problem}" for problem in tower["problems"]]

@@ -10,9 +10,10 @@ import difflib
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -146,23 +147,32 @@ class Mapping:
         if dtype is None:
             dtype = source.info(next(name for _, _, name in self._pieces(entry))).dtype
         out = empty_aligned(tuple(part.stop - part.start for part in index), dtype)
-        for fill in self.fills(source, target, index, out=out):
+        for fill in self.fills(source, target, [(index, out)]):
             fill()
         return out
 
     def fills(
-        self, source: Source, target: str, index: Index | None = None, *, out: NumpyArray
+        self, source: Source, target: str, slices: Sequence[tuple[Index, NumpyArray]]
     ) -> list[Callable[[], None]]:
-        """The reads that make up `read`, to be run in any order or at once: each fills its own part of `out`."""
+        """The reads that fill slices of one parameter, to be run in any order or at once: each takes one tensor.
+
+        Args:
+            source: Where the tensors are.
+            target: Path of the parameter.
+            slices: (unit-step index, array to fill) of each slice wanted.
+        """
         entry = self.entry(target)
         lead = len(self._lead(entry))
-        index = _whole(self.shapes[target], index)
-        stacked, rest = index[:lead], index[lead:]
+        wanted = [(_whole(self.shapes[target], index), out) for index, out in slices]
         fills = []
         for position, part, name in self._pieces(entry):
-            if all(span.start <= at < span.stop for span, at in zip(stacked, position, strict=True)):
-                piece = out[tuple(at - span.start for span, at in zip(stacked, position, strict=True))]
-                fills.append(_fill(source, name, entry, part, rest, out=piece if lead else out))
+            parts = [
+                (index[lead:], out[tuple(at - span.start for span, at in zip(index, position, strict=False))])
+                for index, out in wanted
+                if all(span.start <= at < span.stop for span, at in zip(index, position, strict=False))
+            ]
+            if parts:
+                fills.append(partial(_fill, source, name, entry, part, parts))
         return fills
 
     def check(self, source: Source, targets: MappingABC[str, tuple[int, ...]] | None = None) -> list[str]:
@@ -404,28 +414,26 @@ def empty_aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NumpyArray:
     return raw[skip : skip + size_bytes].view(dtype).reshape(shape)
 
 
-def _fill(source: Source, name: str, entry: Entry, part: int, rest: Index, *, out: NumpyArray) -> Callable[[], None]:
-    def fill() -> None:
-        info, reorder = source.info(name), entry.reorder_of(part)
-        if info.shape != entry.stored:
-            raise CheckpointError(f"{source.name}: {name}: shape {list(info.shape)}, expected {list(entry.stored)}")
-        if not out.size:
-            return
-        run = _contiguous(entry.piece_shape, rest)
-        if run is not None and entry.transpose is None and reorder is None and info.dtype == out.dtype:
-            source.read_into(name, out, start=run)
-            return
-        view = source.read(name).reshape(entry.stored if entry.shape is None else entry.shape)
-        if entry.transpose is not None:
-            view = view.transpose(entry.transpose)
+def _fill(source: Source, name: str, entry: Entry, part: int, parts: list[tuple[Index, NumpyArray]]) -> None:
+    info, reorder = source.info(name), entry.reorder_of(part)
+    if info.shape != entry.stored:
+        raise CheckpointError(f"{source.name}: {name}: shape {list(info.shape)}, expected {list(entry.stored)}")
+    starts = [_contiguous(entry.piece_shape, index) for index, _ in parts]
+    same_bytes = entry.transpose is None and reorder is None and all(info.dtype == out.dtype for _, out in parts)
+    if same_bytes and None not in starts:
+        for start, (_, out) in zip(starts, parts, strict=True):
+            source.read_into(name, out, start=start or 0)
+        return
+    view = source.read(name).reshape(entry.stored if entry.shape is None else entry.shape)
+    if entry.transpose is not None:
+        view = view.transpose(entry.transpose)
+    for index, out in parts:
         if reorder is None:
-            np.copyto(out, view[rest], casting="unsafe")
+            taken = view[index]
         else:
-            view = view[tuple(slice(None) if axis == reorder.axis else span for axis, span in enumerate(rest))]
-            picked = np.asarray(reorder.order)[rest[reorder.axis]]
-            np.copyto(out, np.take(view, picked, axis=reorder.axis), casting="unsafe")
-
-    return fill
+            others = tuple(slice(None) if axis == reorder.axis else span for axis, span in enumerate(index))
+            taken = np.take(view[others], np.asarray(reorder.order)[index[reorder.axis]], axis=reorder.axis)
+        np.copyto(out, taken, casting="unsafe")
 
 
 def _contiguous(shape: tuple[int, ...], index: Index) -> int | None:

@@ -1,8 +1,8 @@
 """Vision and audio encoders of multimodal models in JAX and Flax: exact, and laid out on any device mesh.
 
-    encoder = jaxenc.load("moonshotai/Kimi-K2.5", mesh=jaxenc.make_mesh(data=1, model=8))
-    rows = encoder.encode(images=["photo.jpg"])
-    print(encoder.plan)
+encoder = jaxenc.load("moonshotai/Kimi-K2.5", mesh=jaxenc.make_mesh(data=1, model=8))
+rows = encoder.encode(images=["photo.jpg"])
+print(encoder.plan)
 """
 
 from checkpoints_convert import CheckpointError

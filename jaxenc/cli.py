@@ -141,7 +141,7 @@ def _kind(encoder: jaxenc.Encoder, file: Path) -> str:
 def _write(out: Path, arrays: dict[str, np.ndarray]) -> None:
     if out.suffix == ".npz":
         # NumPy's own format knows no bfloat16
-        np.savez(out, **{name: array.astype(np.float32) for name, array in arrays.items()})
+        np.savez(out, allow_pickle=False, **{name: array.astype(np.float32) for name, array in arrays.items()})
     else:
         from safetensors.numpy import save_file
 

@@ -18,7 +18,16 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, a
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="A traceback instead of a one-line error.")]
 
-EXPECTED = (CheckpointError, ConfigError, InputError, IndivisibleAxisError, RulesError, ValueError, OSError, ImportError)
+EXPECTED = (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    IndivisibleAxisError,
+    RulesError,
+    ValueError,
+    OSError,
+    ImportError,
+)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 import checkpoints_convert
@@ -18,9 +19,10 @@ import jaxenc
 from jaxenc.layers.parameters import flatten
 from jaxenc.loading import open_checkpoint, towers
 from jaxenc.models import EncoderConfig, kimi_k25, qwen3_omni_audio
+from sharding_rules import Plan
 
 ASSETS = files("jaxenc") / "assets"
-MEDIA = {"vision": ("images", str(ASSETS / "cat.jpg")), "audio": ("audio", str(ASSETS / "sense_and_sensibility.flac"))}
+PICTURE, SPEECH = str(ASSETS / "cat.jpg"), str(ASSETS / "sense_and_sensibility.flac")
 DEVICES = 8
 
 # small, but with the published numbers of heads: 16 divide over 8 devices and 20 do not
@@ -95,8 +97,8 @@ def write_qwen(folder: Path, *, config: qwen3_omni_audio.Config = QWEN, seed: in
     }
     published = {"model_type": "qwen3_omni_moe", "thinker_config": {"audio_config": audio}}
     language = {f"thinker.model.layers.{i}.mlp.gate.weight": (1024, 512) for i in range(4)}
-    language |= {"talker.model.norm.weight": (512,), "code2wav.decoder.0.weight": (512, 512)}
-    return write_checkpoint(folder, config, published, language=language, seed=seed)
+    others = {"talker.model.layers.0.weight": (512, 512), "code2wav.decoder.0.weight": (512, 512)}
+    return write_checkpoint(folder, config, published, language=language | others, seed=seed)
 
 
 def write_checkpoint(
@@ -139,7 +141,13 @@ def write_checkpoint(
 
 
 def _show(src: str, tower: str, *, converted: Path, say: Callable[[str], Any]) -> dict[str, Any]:
-    kind, file = MEDIA[tower]
+    file = PICTURE if tower == "vision" else SPEECH
+
+    def encode(mesh: Mesh) -> tuple[Plan, np.ndarray]:
+        encoder = jaxenc.load(src, mesh=mesh)
+        rows = encoder.encode(images=[file]) if tower == "vision" else encoder.encode(audio=[file])
+        return encoder.plan, rows[0]
+
     say(f"\n=== {Path(src).name}: its {tower} tower, and {Path(file).name}")
     stored = open_checkpoint(src, tower=tower)
     if stored.source is not None and stored.mapping is not None:
@@ -152,16 +160,15 @@ def _show(src: str, tower: str, *, converted: Path, say: Callable[[str], Any]) -
         )
         jaxenc.load(src, tower=tower, dtype="float32").save(converted)
         src = str(converted)
-    many = jaxenc.load(src, mesh=jaxenc.make_mesh(data=1, model=DEVICES))
-    say(f"\n{many.plan}\n")
-    rows = many.encode(**{kind: [file]})[0]
-    one = jaxenc.load(src, mesh=jaxenc.make_mesh()).encode(**{kind: [file]})[0]
+    plan, rows = encode(jaxenc.make_mesh(data=1, model=DEVICES))
+    say(f"\n{plan}\n")
+    _, one = encode(jaxenc.make_mesh())
     difference = float(np.abs(rows - one).max() / np.abs(one).max())
     say(f"{Path(file).name}: {rows.shape[0]} rows of {rows.shape[1]}")
     say(f"largest difference between {DEVICES} devices and one: {difference:.1e} of the largest value")
     return {
-        "encoder": many.plan.encoder,
-        "plan": many.plan.to_json(),
+        "encoder": plan.encoder,
+        "plan": plan.to_json(),
         "rows": list(rows.shape),
         "difference": difference,
     }

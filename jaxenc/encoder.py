@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 import checkpoints_convert
 from jaxenc import packing
@@ -180,8 +180,8 @@ class Encoder:
             tokens = sum(sum(self.config.pieces(item)) for item in items)
             largest = self.budgets[-1]
             raise InputError(
-                f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is {largest.rows} "
-                f"rows of {largest.length} tokens. Pack fewer, use encode_items, or load with budgets="
+                f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is "
+                f"{largest.rows} rows of {largest.length} tokens. Pack fewer, use encode_items, or load with budgets="
             )
         return batches[0][1]
 
@@ -228,9 +228,7 @@ class Encoder:
         ]
         if problems:
             raise ValueError(f"parameters do not fit {self.plan.encoder}: {'; '.join(sorted(problems))}")
-        placed = {
-            path: jax.device_put(jnp.asarray(given[path], self.dtype), self.plan.sharding(path)) for path in own
-        }
+        placed = {path: jax.device_put(jnp.asarray(given[path], self.dtype), self.plan.sharding(path)) for path in own}
         other = Encoder(
             self.config,
             self.plan,
@@ -292,9 +290,7 @@ class Encoder:
 
         return [group if group is None else _attempt(partial(check, group), on_error) for group in groups]
 
-    def _encode_groups(
-        self, groups: Sequence[Sequence[Item] | None], *, out_sharding: Sharding | None
-    ) -> list[Any]:
+    def _encode_groups(self, groups: Sequence[Sequence[Item] | None], *, out_sharding: Sharding | None) -> list[Any]:
         items = [item for group in groups if group is not None for item in group]
         sizes = list(map(self.config.output_rows, items))
         results: dict[int, np.ndarray] = {}
@@ -320,7 +316,7 @@ class Encoder:
         return NamedSharding(self.plan.mesh, self.plan.spec(*self.config.input_axes[name]))
 
     def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
-        inputs = {name: _place(array, self._input_sharding(name)) for name, array in batch.inputs.items()}
+        inputs = {name: _place(np.asarray(array), self._input_sharding(name)) for name, array in batch.inputs.items()}
         rows, _ = self._program(budget, ())(self.params, inputs)
         return rows
 

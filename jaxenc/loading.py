@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from sharding_rules import AxisRules, Parameter, Plan, make_mesh, resolve
 
 
 def load(
-    src: str | PathLike[str],
+    src: str | Path,
     *,
     mesh: Mesh | None = None,
     tower: str | None = None,
@@ -153,9 +152,7 @@ def from_config(
 
     shardings = {path: plan.sharding(path) for path in _parameters(sizes, dtype)}
     params = jax.jit(initial, out_shardings=shardings)(jax.random.key(seed))
-    return Encoder(
-        sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets
-    )
+    return Encoder(sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets)
 
 
 def plan(
@@ -237,11 +234,12 @@ class StoredEncoder:
         """Its parameters by path; see `checkpoints_convert.load_parameters`."""
         if self.path is not None:
             return checkpoints_convert.restore_checkpoint(self.path, targets, cast=True)
-        assert self.source is not None and self.mapping is not None
+        assert self.source is not None
+        assert self.mapping is not None
         return checkpoints_convert.load_parameters(self.source, self.mapping, targets)
 
 
-def towers(src: str | PathLike[str]) -> list[EncoderConfig]:
+def towers(src: str | Path) -> list[EncoderConfig]:
     """The encoders in a checkpoint that are known here."""
     if checkpoints_convert.is_checkpoint(src):
         return [open_checkpoint(src).config]
@@ -250,7 +248,7 @@ def towers(src: str | PathLike[str]) -> list[EncoderConfig]:
 
 
 def open_checkpoint(
-    src: str | PathLike[str],
+    src: str | Path,
     *,
     tower: str | None = None,
     revision: str | None = None,
@@ -323,7 +321,7 @@ def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]
 def _config(encoder: str | Mapping[str, Any] | EncoderConfig, *, tower: str | None) -> EncoderConfig:
     if isinstance(encoder, Mapping):
         return _one_tower(published_configs(encoder, name="config.json"), tower=tower, name="config.json")
-    if not isinstance(encoder, str | PathLike):
+    if not isinstance(encoder, str | Path):
         return encoder
     if "/" in str(encoder) or Path(encoder).exists():
         return open_checkpoint(encoder, tower=tower).config

@@ -92,7 +92,9 @@ class Batch:
     rows: Slots
 
 
-def unpack(out: Shaped[np.ndarray, "b m d"], slots: Slots, results: dict[int, np.ndarray], sizes: Sequence[int]) -> None:
+def unpack(
+    out: Shaped[np.ndarray, "b m d"], slots: Slots, results: dict[int, np.ndarray], sizes: Sequence[int]
+) -> None:
     """Copies the vectors of a batch into the arrays of their items.
 
     Args:

@@ -5,14 +5,14 @@ import os
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from dataclasses import replace  # noqa: E402  (the flags have to be set before jax is imported)
+from dataclasses import replace
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
-import jaxenc  # noqa: E402
-from jaxenc import demo  # noqa: E402
-from jaxenc.models import kimi_k25, qwen3_omni_audio  # noqa: E402
+import jaxenc
+from jaxenc import demo
+from jaxenc.models import kimi_k25, qwen3_omni_audio
 
 # the published numbers of heads, which decide what divides, and little else
 KIMI = replace(kimi_k25.Config(), layers=2, embed=64, mlp=96, position_h=16, position_w=12, out=24)

@@ -67,7 +67,7 @@ def test_qwen_audio(qwen_folder, clips, qwen_rows, mesh_shape):
     assert ("hybrid" in tried) == (mesh_shape[1] in (4, 6, 8))
 
 
-def test_an_item_alone_has_the_rows_it_has_among_others(kimi_folder, pictures, kimi_rows, qwen_folder, clips, qwen_rows):
+def test_an_item_alone_is_what_it_is_among_others(kimi_folder, pictures, kimi_rows, qwen_folder, clips, qwen_rows):
     for folder, items, rows in ((kimi_folder, pictures, kimi_rows), (qwen_folder, clips, qwen_rows)):
         encoder = jaxenc.load(folder, dtype="float32")
         for index in (0, 3, len(items) - 1):

@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             embed: width of the tokens.
             heads: number of heads.
             head_dim: width of one.
-            fused: one `qkv` kernel `[3, heads, head_dim, embed]`, or `query`, `key` and `value`: as the checkpoint has it.
+            fused: one `qkv` kernel `[3, heads, head_dim, embed]`, or `query`, `key` and `value`: as the file has it.
             key_bias: whether keys have a bias (Whisper's have none).
             dtype: of parameters and products.
             rngs: source of the initial values.
@@ -118,7 +118,8 @@ class Attention(nnx.Module):
             query, key, value = (qkv[:, :, i] for i in range(3))
         else:
             query, key, value = (
-                shard(project(x), "batch", "length", "heads", "head_dim") for project in (self.query, self.key, self.value)
+                shard(project(x), "batch", "length", "heads", "head_dim")
+                for project in (self.query, self.key, self.value)
             )
         if rotary is not None:
             query, key = rotate_pairs(query, *rotary), rotate_pairs(key, *rotary)

@@ -15,7 +15,8 @@ from jaxenc.layers.parameters import NORMAL, ZEROS, named_parameter
 class Linear(nnx.Module):
     """y = W x + b between named axes; the kernel is `[*out, *in]`, as PyTorch stores it.
 
-    Several axes on either side keep heads a dimension of their own: `[heads, head_dim, embed]`, `[embed, heads, head_dim]`.
+    Several axes on either side keep heads a dimension of their own: `[heads, head_dim, embed]` in and
+    `[embed, heads, head_dim]` out.
     Products accumulate, and the bias is added, in float32 (under tensor parallelism that is after the reduction, once).
     """
 
@@ -47,7 +48,7 @@ class Linear(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """A convolution over the trailing axes of `[n, channels_in, *space]`; the kernel is `[out, channels_in, *window]`."""
+    """A convolution over the trailing axes of `[n, channels_in, *space]`, with kernel `[out, channels_in, *window]`."""
 
     def __init__(
         self,

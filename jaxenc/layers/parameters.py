@@ -18,7 +18,8 @@ ONES: Initializer = nnx.initializers.ones_init()
 class Shard(Protocol):
     """Constrains an activation by the logical names of its axes; `Plan.constrain` is one."""
 
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array: ...
+    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """The same values; one name an axis, None for one that is never divided."""
 
 
 def unsharded(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -36,7 +36,7 @@ def bicubic_taps(size: int, source: int) -> tuple[Int[np.ndarray, "size 4"], Flo
 def weighted_gather(
     table: Float[Array, "s d"], index: Int[Array, "*n taps"], weight: Float[Array, "*n taps"]
 ) -> Float[Array, "*n d"]:
-    """sum over taps of weight * table[index], in float32.
+    """Sum over taps of weight * table[index], in float32.
 
     One tap at a time, so that the memory in use is a result's and not `taps` times that.
     """

@@ -10,8 +10,8 @@ def axial_rotary(
 ) -> tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]]:
     """Cosine and sine of the angle by which each pair of a token's head turns.
 
-    Pair 2i turns with the column and pair 2i+1 with the row: width first, which is what MoonViT's code does although its
-    docstring says the opposite. Frequencies are theta^(-4i / head_dim).
+    Pair 2i turns with the column and pair 2i+1 with the row: width first, which is what MoonViT's code does although
+    its docstring says the opposite. Frequencies are theta^(-4i / head_dim).
 
     Args:
         yx: row and column of each token in its grid.

@@ -1,6 +1,7 @@
 """The one transformer stack: pre-norm blocks with stacked parameters, scanned."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ class Block(nnx.Module):
 
 
 def stacked_blocks(config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Block:
-    """All blocks as one: every parameter has a leading `layers` axis, so any depth compiles in the time of one block."""
+    """All blocks as one: every parameter has a leading `layers` axis, so any depth compiles as fast as one."""
 
     @nnx.split_rngs(splits=config.layers)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
@@ -125,7 +126,7 @@ def run_blocks(
     kept = jnp.zeros((len(capture) + 1, *x.shape), x.dtype) if capture else None
 
     def step(
-        carry: tuple[jax.Array, jax.Array | None], layer: tuple[nnx.State, jax.Array]
+        carry: tuple[jax.Array, jax.Array | None], layer: tuple[Any, jax.Array]
     ) -> tuple[tuple[jax.Array, jax.Array | None], None]:
         x, kept = carry
         state, slot = layer

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from flax import nnx
@@ -18,31 +18,65 @@ from sharding_rules import Workload
 
 
 class EncoderConfig(Protocol):
-    """An encoder: its sizes, its module, and what the host has to know of it. One class a family."""
+    """An encoder: its sizes, its module, and what the host has to know of it. One class a family.
 
-    family: str
-    modality: str
-    kinds: tuple[str, ...]
-    published: tuple[str, ...]
-    model_types: tuple[str, ...]
-    input_axes: Mapping[str, tuple[str | None, ...]]
+    Attributes:
+        family: its name.
+        modality: "vision" or "audio".
+        kinds: arguments of `Encoder.encode` that it takes.
+        published: models that use it.
+        model_types: of the config.json files that describe it.
+        input_axes: logical axes of each array that `layout` makes and the module reads.
+    """
+
+    family: ClassVar[str]
+    modality: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]]
+    published: ClassVar[tuple[str, ...]]
+    model_types: ClassVar[tuple[str, ...]]
+    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]]
 
     @property
-    def transformer(self) -> TransformerConfig: ...
+    def transformer(self) -> TransformerConfig:
+        """The stack of blocks."""
+
     @property
-    def window(self) -> int | None: ...
+    def window(self) -> int | None:
+        """Tokens of an attention window; None where an item attends as a whole."""
+
     @property
-    def typical_tokens(self) -> int: ...
-    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module: ...
-    def mappings(self) -> Mapping[str, KeyMapping]: ...
-    def pieces(self, item: Any) -> tuple[int, ...]: ...
-    def output_rows(self, item: Any) -> int: ...
-    def workload(self, items: Sequence[int]) -> Workload: ...
-    def lengths(self) -> tuple[int, ...]: ...
-    def length_axes(self, length: int) -> Mapping[str, int]: ...
-    def read(self, kind: str, source: Any, *, name: str) -> Sequence[Item]: ...
-    def check(self, item: Any) -> None: ...
-    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget) -> Batch: ...
+    def typical_tokens(self) -> int:
+        """Tokens of the item that a plan is made for where nothing else is said."""
+
+    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
+        """The module, with initial parameters."""
+
+    def mappings(self) -> Mapping[str, KeyMapping]:
+        """PyTorch's keys for the parameters, by layout."""
+
+    def pieces(self, item: Any) -> tuple[int, ...]:
+        """Tokens of each part of an item that cannot be divided."""
+
+    def output_rows(self, item: Any) -> int:
+        """Rows that come out."""
+
+    def workload(self, items: Sequence[int]) -> Workload:
+        """What encoding items of so many tokens costs, group by group."""
+
+    def lengths(self) -> tuple[int, ...]:
+        """Row lengths to compile for, ascending."""
+
+    def length_axes(self, length: int) -> Mapping[str, int]:
+        """Size of every token axis in a row of `length` tokens."""
+
+    def read(self, kind: str, source: Any, *, name: str) -> Sequence[Item]:
+        """The items of one file or array."""
+
+    def check(self, item: Any) -> None:
+        """Raises InputError for an item that this encoder cannot encode."""
+
+    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget) -> Batch:
+        """The arrays of one batch; of an empty one, their shapes."""
 
 
 FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper)}

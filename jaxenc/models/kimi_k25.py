@@ -135,7 +135,9 @@ class Config:
         merge = sizes["merge"]
         if not isinstance(merge, int):
             if len(set(merge)) != 1:
-                raise ConfigError(f"{cls.family}: merge_kernel_size is {merge}; only square groups of patches are known")
+                raise ConfigError(
+                    f"{cls.family}: merge_kernel_size is {merge}; only square groups of patches are known"
+                )
             sizes["merge"] = merge[0]
         known = {"merge_type": "sd2_tpool", "pos_emb_type": "divided_fixed", "video_attn_type": "spatial_temporal"}
         require(cls.family, vision, {**known, "mm_projector_type": "patchmerger", "hidden_act": "gelu_pytorch_tanh"})
@@ -186,9 +188,7 @@ class Config:
         return Workload(
             units=tuple(items),
             groups=(
-                GroupWork(
-                    "attention", "heads", "length", tuple(map(stack.attention_flops, items)), layers=self.layers
-                ),
+                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, items)), layers=self.layers),
                 GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, items)), layers=self.layers),
                 GroupWork("stem", None, "stem_length", tuple(6.0 * self.patch**2 * self.embed * n for n in items)),
                 GroupWork(
@@ -280,7 +280,10 @@ class Config:
             # row 0 of the temporal table is zero: a single frame gets no temporal term, frame 0 of a clip gets row 1
             arrays["frame"][at] = frame + 1 if t > 1 else 0
             arrays["yx"][at] = np.stack([y, x], axis=-1)
-            (index_y, weight_y), (index_x, weight_x) = bicubic_taps(h, self.position_h), bicubic_taps(w, self.position_w)
+            (index_y, weight_y), (index_x, weight_x) = (
+                bicubic_taps(h, self.position_h),
+                bicubic_taps(w, self.position_w),
+            )
             taps = index_y[y][:, :, None] * self.position_w + index_x[x][:, None, :]
             arrays["tap_index"][at] = taps.reshape(-1, 16)
             arrays["tap_weight"][at] = (weight_y[y][:, :, None] * weight_x[x][:, None, :]).reshape(-1, 16)

@@ -43,6 +43,10 @@ def require(family: str, config: Mapping[str, Any], known: Mapping[str, Any]) ->
     Raises:
         ConfigError: every setting that is there and differs, together.
     """
-    wrong = [f"{key} is {config[key]!r}, this encoder computes {value!r}" for key, value in known.items() if config.get(key, value) != value]
+    wrong = [
+        f"{key} is {config[key]!r}, this encoder computes {value!r}"
+        for key, value in known.items()
+        if config.get(key, value) != value
+    ]
     if wrong:
         raise ConfigError(f"{family}: config.json: {'; '.join(wrong)}")

@@ -75,7 +75,11 @@ class Config:
     modality: ClassVar[str] = "audio"
     kinds: ClassVar[tuple[str, ...]] = ("audio",)
     published: ClassVar[tuple[str, ...]] = ("Qwen/Qwen3-Omni-30B-A3B-Instruct",)
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_audio_encoder")
+    model_types: ClassVar[tuple[str, ...]] = (
+        "qwen3_omni_moe",
+        "qwen3_omni_moe_thinker",
+        "qwen3_omni_moe_audio_encoder",
+    )
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "mel": ("batch", "stem_length", None, None),
         "frames": ("batch", "stem_length"),
@@ -139,7 +143,7 @@ class Config:
             raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
         if made.window_frames % made.chunk_frames:
             raise ConfigError(
-                f"{cls.family}: n_window_infer {made.window_frames} is not a multiple of 2 n_window = {made.chunk_frames}"
+                f"{cls.family}: n_window_infer {made.window_frames} is not a multiple of 2 n_window, {made.chunk_frames}"
             )
         return made
 
@@ -193,9 +197,7 @@ class Config:
         return Workload(
             units=units,
             groups=(
-                GroupWork(
-                    "attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers
-                ),
+                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers),
                 GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
                 GroupWork("stem", None, "stem_length", tuple(-(-n // self.chunk_tokens) * chunk for n in units)),
                 GroupWork(
@@ -228,7 +230,9 @@ class Config:
             InputError: names the item and what is wrong with it.
         """
         if item.mel.ndim != 2 or item.mel.shape[0] != self.mel or item.mel.shape[1] == 0:
-            raise InputError(f"{item.name}: the spectrogram is {item.mel.shape}; this tower reads [{self.mel}, frames >= 1]")
+            raise InputError(
+                f"{item.name}: the spectrogram is {item.mel.shape}; this tower reads [{self.mel}, frames >= 1]"
+            )
 
     def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
         """One batch: chunks of the spectrogram, how much of each is real, and which tokens share a window."""
@@ -303,7 +307,7 @@ class Stem(nnx.Module):
     def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         """Declares the convolutions."""
         c = self.config = config
-        # not "channels": here the chunks are divided over devices, which moves tokens once instead of feature maps twice
+        # not "channels": the chunks are divided over devices, which moves tokens once instead of feature maps twice
         filters, window = ("filters", c.channels), {"kernel_h": 3, "kernel_w": 3}
         self.conv1 = Conv(1, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
         self.conv2 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype, rngs=rngs)

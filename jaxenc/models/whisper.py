@@ -150,9 +150,7 @@ class Config:
         return Workload(
             units=units,
             groups=(
-                GroupWork(
-                    "attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers
-                ),
+                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers),
                 GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
                 GroupWork("stem", "channels", "stem_length", (stem,) * len(units)),
             ),
@@ -185,7 +183,9 @@ class Config:
             InputError: names the item and what is wrong with it.
         """
         if item.mel.shape != (self.mel, self.frames):
-            raise InputError(f"{item.name}: the spectrogram is {item.mel.shape}; Whisper reads {(self.mel, self.frames)}")
+            raise InputError(
+                f"{item.name}: the spectrogram is {item.mel.shape}; Whisper reads {(self.mel, self.frames)}"
+            )
 
     def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
         """One batch of whole recordings."""
@@ -243,9 +243,7 @@ class Whisper(nnx.Module):
         x = jnp.where(there, inputs["mel"], 0).astype(self.final_norm.scale.dtype)
         x = self.stem(x, shard=shard) + self.position_embed[...]
         x = shard(x.reshape(b, clips * c.positions, c.embed), "batch", "length", "embed")
-        x, captured = run_blocks(
-            self.layers, x, segments=segments, window=c.window, shard=shard, capture=capture
-        )
+        x, captured = run_blocks(self.layers, x, segments=segments, window=c.window, shard=shard, capture=capture)
         return shard(self.final_norm(x), "batch", "length", "embed"), captured
 
 
