@@ -164,7 +164,7 @@ class Mapping:
         entry = self.entry(target)
         lead = len(self._lead(entry))
         wanted = [(_whole(self.shapes[target], index), out) for index, out in slices]
-        fills = []
+        fills: list[Callable[[], None]] = []
         for position, part, name in self._pieces(entry):
             parts = [
                 (index[lead:], out[tuple(at - span.start for span, at in zip(index, position, strict=False))])

@@ -242,10 +242,10 @@ def _from_headers(source: Source, files: list[str]) -> Source:
 def _open_hub(name: str, *, revision: str | None, token: str | bool | None) -> Source:
     # Imported here because local files need not wait for it.
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is its HTTP library's own
         EntryNotFoundError,
         HFValidationError,
-        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library, which is not the same in all versions
+        HTTPError,
         LocalEntryNotFoundError,
     )
 
