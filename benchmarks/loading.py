@@ -26,9 +26,9 @@ TABLE = Table(
     title="Loading Kimi-K2.5's vision tower and projector",
     text=(
         "In bfloat16, from sharded safetensors files in the page cache, each load in a fresh process, loaders taking "
-        "turns; medians. Importing (with the start of the devices) is counted apart. Memory is what is resident in RAM, "
-        "mapped pages of files included; `load's memory` is the peak less what was there after importing, and stands "
-        "beside the bytes that the parameters have."
+        "turns; medians. Importing (with the start of the devices) is counted apart. Memory is what is in RAM, "
+        "mapped files included; `load's memory` is the peak less what was there after importing; beside it stand the "
+        "bytes of the parameters, once and as placed on all devices (those that are not divided are on each)."
     ),
     columns={
         "loader": lambda row: row["loader"],

@@ -59,7 +59,7 @@ def test_every_device_works(trained: Trained) -> None:
 
 
 def test_rows_are_about_as_near_the_truth_as_the_originals(trained: Trained) -> None:
-    # Few channels of the trained models hold most of the activations, so float32 shows: the original is 1e-5 off itself.
+    # Few channels of the trained models hold most of the activations, so float32 shows: the originals are 1e-5 off.
     # On CPU XLA adds up a product's terms in order, PyTorch in blocks: twice the error is in that.
     (item,) = trained.encoder.preprocess(audio=[CLIP])
     truth = original_rows(trained.folder, item.mel, dtype="float64")
@@ -101,7 +101,7 @@ def transcribe(folder: Path, rows: np.ndarray, prompt: tuple[str, ...]) -> str:
     with torch.no_grad():
         while len(said) < 60:
             out = model(encoder_outputs=heard, decoder_input_ids=torch.tensor([tokens]), cache=past)
-            tokens, past = [int(out.logits[0, -1].argmax())], out.past_key_values
+            tokens, past = [int(out.logits[0, -1].argmax())], out.cache
             if tokens[0] == model.config.eos_token_id:
                 break
             said += tokens

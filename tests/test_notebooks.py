@@ -1,0 +1,127 @@
+"""The notebook runs from scratch, and the outputs that it is kept with are those of its source.
+
+`python tests/test_notebooks.py` runs it and keeps the new outputs.
+"""
+
+import copy
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+if not os.environ.get("CI"):
+    for needed in ("nbclient", "ipykernel", "matplotlib"):
+        pytest.importorskip(needed, reason=f"notebooks need {needed}: pip install jaxenc[test]")
+
+import nbformat  # noqa: E402  (all three are found first, so that a skip has one reason)
+from jupyter_client.kernelspec import KernelSpecManager  # noqa: E402
+from jupyter_client.manager import AsyncKernelManager  # noqa: E402
+from nbclient import NotebookClient  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "notebooks" / "quickstart.ipynb"
+LARGEST_DIFFERENCE = 1e-5
+LARGEST_FILE = 600_000
+
+# the notebook has to set these itself
+UNSET = {"XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "MPLBACKEND"}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users|work|var|private|opt|usr|mnt)/|[A-Z]:\\\\|site-packages")
+
+
+def execute(notebook, folder):
+    """A copy of the notebook with new outputs, run in `folder` by the Python that runs this."""
+    spec = folder / "kernels" / "this-python" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec.write_text(json.dumps({"argv": argv, "display_name": "This Python", "language": "python"}))
+    specs = KernelSpecManager(kernel_dirs=[str(folder / "kernels")])
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environment |= {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
+    fresh = copy.deepcopy(notebook)
+    for cell in code_cells(fresh):
+        cell.outputs, cell.execution_count = [], None
+    NotebookClient(
+        fresh,
+        km=AsyncKernelManager(kernel_name="this-python", kernel_spec_manager=specs),
+        timeout=300,
+        record_timing=False,
+        resources={"metadata": {"path": str(folder)}},
+    ).execute(env=environment)
+    return fresh
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(cell):
+    """What a cell shows, as (kind, text): pictures without their bytes, numbers with a point as #."""
+    shown = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            shown.append((output.name, output.text))
+        elif output.output_type == "error":
+            shown.append(("error", f"{output.ename}: {output.evalue}"))
+        else:
+            shown += [(kind, "" if kind.startswith("image/") else text) for kind, text in sorted(output.data.items())]
+    return [(kind, re.sub(r"\d+\.\d+(e[+-]?\d+)?", "#", text)) for kind, text in shown]
+
+
+def printed_differences(notebook):
+    printed = "".join(output.text for cell in code_cells(notebook) for output in cell.outputs if "text" in output)
+    return [float(number) for number in re.findall(r"largest difference[^:\n]*: (\S+)", printed)]
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return nbformat.read(QUICKSTART, as_version=4)
+
+
+def test_runs_from_scratch_and_shows_what_is_kept(kept, tmp_path):
+    fresh = execute(kept, tmp_path)
+    for ours, theirs in zip(code_cells(fresh), code_cells(kept), strict=True):
+        assert texts(ours) == texts(theirs), (
+            f"cell {ours.id!r} shows something else than is kept: python tests/test_notebooks.py keeps the new outputs"
+        )
+    differences = printed_differences(fresh)
+    assert len(differences) == 3
+    assert max(differences) < LARGEST_DIFFERENCE
+
+
+def test_every_kept_cell_was_run_in_order_without_an_error(kept):
+    nbformat.validate(kept)
+    cells = code_cells(kept)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert max(printed_differences(kept)) < LARGEST_DIFFERENCE
+
+
+def test_kept_outputs_hold_the_plan_and_the_plots(kept):
+    shown = {cell.id: dict(texts(cell)) for cell in code_cells(kept)}
+    assert "20 heads do not divide over 8 devices" in shown["plan"]["text/html"]
+    assert "<table" in shown["plan"]["text/html"]
+    assert [name for name, kinds in shown.items() if "image/png" in kinds] == ["photograph", "speech", "capture"]
+
+
+def test_kept_file_is_small_and_names_no_machine(kept):
+    assert QUICKSTART.stat().st_size < LARGEST_FILE
+    found = [(cell.id, text) for cell in code_cells(kept) for _, text in texts(cell) if MACHINE_PATH.search(text)]
+    assert not found
+    assert kept.metadata == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        made = execute(nbformat.read(QUICKSTART, as_version=4), Path(scratch))
+    made.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    nbformat.write(made, QUICKSTART)
