@@ -28,7 +28,7 @@ TABLE = Table(
     text=(
         "Seconds for one image of 32 x 32 patches (kimi_k25) and for 30 s of speech (qwen3_omni_audio), at the "
         "published sizes; medians over processes that take turns, with the same number of threads. Below 1, `ratio` is "
-        "in our favour. Ours is from the item to NumPy rows; compiling, once a shape, is counted apart. The original is "
+        "in our favour. Ours is from the item to NumPy rows; compiling, once a shape, is counted apart. PyTorch is "
         "not compiled, and attends through scaled_dot_product_attention."
     ),
     columns={

@@ -1,6 +1,7 @@
 """Encoder: preprocess -> pack -> apply -> unpack, on the layout that the plan decided."""
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -57,7 +58,7 @@ class Encoder:
         params: nested dict of arrays.
         dtype: of parameters and products.
         budgets: shapes that batches can have.
-        compiled: (budget, captured blocks) -> program compiled so far.
+        compiled: budget -> its program, so far as there was need of it.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Encoder:
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self.budgets = self._ladder(budgets)
-        self.compiled: dict[tuple[Budget, tuple[int, ...]], Any] = {}
+        self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
     def __repr__(self) -> str:
@@ -210,7 +211,7 @@ class Encoder:
     def warmup(self, budgets: Sequence[Budget] | None = None) -> None:
         """Compiles for the given budgets, or for all, ahead of the first call."""
         for budget in self.budgets if budgets is None else budgets:
-            self._program(budget, ())
+            self._program(budget)
 
     def with_params(self, params: PyTree[Array]) -> "Encoder":
         """The same encoder with other parameters, such as trained ones, placed where the plan wants them.
@@ -294,10 +295,19 @@ class Encoder:
         items = [item for group in groups if group is not None for item in group]
         sizes = list(map(self.config.output_rows, items))
         results: dict[int, np.ndarray] = {}
-        # every batch is dispatched before the first result is waited for
-        pending = [(self._dispatch(budget, batch), batch) for budget, batch in self._batches(items)]
-        for rows, batch in pending:
-            packing.unpack(_to_host(rows), batch.rows, results, sizes)
+        # the next batch is laid out while a device computes this one, and no more than that is held
+        running: deque[tuple[jax.Array, packing.Slots]] = deque()
+
+        def collect() -> None:
+            rows, slots = running.popleft()
+            packing.unpack(_to_host(rows), slots, results, sizes)
+
+        for budget, batch in self._batches(items):
+            running.append((self._dispatch(budget, batch), batch.rows))
+            if len(running) > 1:
+                collect()
+        while running:
+            collect()
         ordered = iter(results[i] for i in range(len(items)))
         out: list[Any] = []
         for group in groups:
@@ -317,19 +327,17 @@ class Encoder:
 
     def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
         inputs = {name: _place(np.asarray(array), self._input_sharding(name)) for name, array in batch.inputs.items()}
-        rows, _ = self._program(budget, ())(self.params, inputs)
+        rows, _ = self._program(budget)(self.params, inputs)
         return rows
 
-    def _program(self, budget: Budget, capture: tuple[int, ...]) -> Any:
-        key = (budget, capture)
-        if key not in self.compiled:
-            example = self.config.layout((), (), budget)
+    def _program(self, budget: Budget) -> jax.stages.Compiled:
+        if budget not in self.compiled:
             inputs = {
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-                for name, array in example.inputs.items()
+                for name, array in self.config.layout((), (), budget).inputs.items()
             }
-            self.compiled[key] = self._jitted.lower(self.params, inputs, capture=capture).compile()
-        return self.compiled[key]
+            self.compiled[budget] = self._jitted.lower(self.params, inputs, capture=()).compile()
+        return self.compiled[budget]
 
     def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
         state = jax.tree.map(lambda leaf: leaf, self._abstract)

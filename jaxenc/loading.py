@@ -18,11 +18,10 @@ from checkpoints_convert import CheckpointError, Source, Target
 from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.encoder import Encoder
 from jaxenc.errors import ConfigError
-from jaxenc.layers.parameters import flatten, parameter_axes
+from jaxenc.layers.parameters import declared
 from jaxenc.models import (
     EncoderConfig,
     abstract_module,
-    initial_parameters,
     named_config,
     published_configs,
     stored_config,
@@ -147,11 +146,10 @@ def from_config(
         memory_limit=memory_limit,
     )
 
-    def initial(key: jax.Array) -> dict[str, jax.Array]:
-        return flatten(initial_parameters(sizes, dtype=dtype, seed=key))
-
-    shardings = {path: plan.sharding(path) for path in _parameters(sizes, dtype)}
-    params = jax.jit(initial, out_shardings=shardings)(jax.random.key(seed))
+    params = {}
+    for path, parameter in declared(abstract_module(sizes, dtype=dtype)).items():
+        values = parameter.draw(path, seed=seed)
+        params[path] = jax.make_array_from_callback(parameter.shape, plan.sharding(path), values.__getitem__)
     return Encoder(sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets)
 
 
@@ -315,7 +313,7 @@ def _plan(
 
 def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]:
     module = abstract_module(config, dtype=dtype)
-    return {path: Parameter(shape, axes, of) for path, (shape, axes, of) in parameter_axes(module).items()}
+    return {path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()}
 
 
 def _config(encoder: str | Mapping[str, Any] | EncoderConfig, *, tower: str | None) -> EncoderConfig:

@@ -68,7 +68,6 @@ class Attention(nnx.Module):
         fused: bool,
         key_bias: bool = True,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
     ):
         """Declares the projections.
 
@@ -79,17 +78,16 @@ class Attention(nnx.Module):
             fused: one `qkv` kernel `[3, heads, head_dim, embed]`, or `query`, `key` and `value`: as the file has it.
             key_bias: whether keys have a bias (Whisper's have none).
             dtype: of parameters and products.
-            rngs: source of the initial values.
         """
         per_head, tokens = {"heads": heads, "head_dim": head_dim}, {"embed": embed}
         if fused:
-            self.qkv = Linear({"qkv": 3, **per_head}, tokens, dtype=dtype, rngs=rngs)
+            self.qkv = Linear({"qkv": 3, **per_head}, tokens, dtype=dtype)
         else:
-            self.query = Linear(per_head, tokens, dtype=dtype, rngs=rngs)
-            self.key = Linear(per_head, tokens, bias=key_bias, dtype=dtype, rngs=rngs)
-            self.value = Linear(per_head, tokens, dtype=dtype, rngs=rngs)
+            self.query = Linear(per_head, tokens, dtype=dtype)
+            self.key = Linear(per_head, tokens, bias=key_bias, dtype=dtype)
+            self.value = Linear(per_head, tokens, dtype=dtype)
         self.fused = fused
-        self.out = Linear(tokens, per_head, dtype=dtype, rngs=rngs)
+        self.out = Linear(tokens, per_head, dtype=dtype)
 
     def __call__(
         self,

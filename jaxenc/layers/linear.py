@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxenc.layers.parameters import NORMAL, ZEROS, named_parameter
+from jaxenc.layers.parameters import named_parameter
 
 
 class Linear(nnx.Module):
@@ -20,9 +20,7 @@ class Linear(nnx.Module):
     Products accumulate, and the bias is added, in float32 (under tensor parallelism that is after the reduction, once).
     """
 
-    def __init__(
-        self, out: Mapping[str, int], inputs: Mapping[str, int], *, bias: bool = True, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, out: Mapping[str, int], inputs: Mapping[str, int], *, bias: bool = True, dtype: DTypeLike):
         """Declares the kernel and the bias.
 
         Args:
@@ -30,11 +28,10 @@ class Linear(nnx.Module):
             inputs: name -> size of the axes that go in (the last ones of `x`).
             bias: whether there is one.
             dtype: of the parameters, and of the result.
-            rngs: source of the initial values.
         """
         self.contracted = len(inputs)
-        self.kernel = named_parameter({**out, **inputs}, NORMAL, dtype=dtype, rngs=rngs)
-        self.bias = named_parameter(out, ZEROS, dtype=dtype, rngs=rngs) if bias else None
+        self.kernel = named_parameter({**out, **inputs}, "normal", dtype=dtype)
+        self.bias = named_parameter(out, "zeros", dtype=dtype) if bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
@@ -58,7 +55,6 @@ class Conv(nnx.Module):
         window: Mapping[str, int],
         stride: int,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
     ):
         """Declares kernel and bias.
 
@@ -68,13 +64,12 @@ class Conv(nnx.Module):
             window: name -> size of the axes it slides over; all encoders here have 3, and padding 1 on both sides.
             stride: along every axis.
             dtype: of the parameters, and of the result.
-            rngs: source of the initial values.
         """
         self.stride = stride
         self.space = len(window)
         axes = {**dict([out]), "channels_in": channels_in, **window}
-        self.kernel = named_parameter(axes, NORMAL, dtype=dtype, rngs=rngs)
-        self.bias = named_parameter(dict([out]), ZEROS, dtype=dtype, rngs=rngs)
+        self.kernel = named_parameter(axes, "normal", dtype=dtype)
+        self.bias = named_parameter(dict([out]), "zeros", dtype=dtype)
 
     def __call__(self, x: Float[Array, "n channels_in ..."]) -> Float[Array, "n out ..."]:
         """Convolves with stride `stride`."""

@@ -29,13 +29,12 @@ class MLP(nnx.Module):
         *,
         activation: Activation,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
     ):
         """Declares both layers; each axis is (logical name, size)."""
         self.activation = activation
         self.hidden_axis = hidden[0]
-        self.up = Linear(dict([hidden]), dict([inputs]), dtype=dtype, rngs=rngs)
-        self.down = Linear(dict([out]), dict([hidden]), dtype=dtype, rngs=rngs)
+        self.up = Linear(dict([hidden]), dict([inputs]), dtype=dtype)
+        self.down = Linear(dict([out]), dict([hidden]), dtype=dtype)
 
     def __call__(self, x: Float[Array, "b n inputs"], *, length: str, shard: Shard) -> Float[Array, "b n out"]:
         """Applies it to every token; `length` is the logical name of the token axis."""

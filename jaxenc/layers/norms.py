@@ -6,17 +6,17 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxenc.layers.parameters import ONES, ZEROS, named_parameter
+from jaxenc.layers.parameters import named_parameter
 
 
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last axis (Ba et al., 2016), as `torch.nn.LayerNorm`."""
 
-    def __init__(self, embed: int, *, eps: float, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, embed: int, *, eps: float, dtype: DTypeLike):
         """Declares scale and bias of size `embed`; `eps` has no default because the frameworks' defaults differ."""
         self.eps = eps
-        self.scale = named_parameter({"embed": embed}, ONES, dtype=dtype, rngs=rngs)
-        self.bias = named_parameter({"embed": embed}, ZEROS, dtype=dtype, rngs=rngs)
+        self.scale = named_parameter({"embed": embed}, "ones", dtype=dtype)
+        self.bias = named_parameter({"embed": embed}, "zeros", dtype=dtype)
 
     def __call__(self, x: Float[Array, "... embed"]) -> Float[Array, "... embed"]:
         """Normalises each vector; the result has the parameters' dtype."""

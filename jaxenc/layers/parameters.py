@@ -1,18 +1,18 @@
 """Named parameters: what a module declares, and how a whole tree of them is read by path."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 
-Initializer = Callable[..., jax.Array]
-NORMAL: Initializer = nnx.initializers.normal(0.02)
-ZEROS: Initializer = nnx.initializers.zeros_init()
-ONES: Initializer = nnx.initializers.ones_init()
+Initial = Literal["normal", "zeros", "ones"]
 
 
 class Shard(Protocol):
@@ -29,30 +29,54 @@ def unsharded(x: jax.Array, *axes: str | None) -> jax.Array:
     return x
 
 
-def named_parameter(
-    axes: Mapping[str, int], initializer: Initializer, *, dtype: DTypeLike, rngs: nnx.Rngs
-) -> nnx.Param[jax.Array]:
+@dataclass(frozen=True)
+class Declared:
+    """A parameter as its module declares it.
+
+    Attributes:
+        shape: size of each axis.
+        axes: logical name of each axis.
+        dtype: what it is stored in.
+        initial: what it holds where no checkpoint fills it.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtype: np.dtype[Any]
+    initial: Initial
+
+    def draw(self, path: str, *, seed: int) -> np.ndarray:
+        """Initial values, which depend on path and seed alone and so are the same on every mesh and version."""
+        if self.initial != "normal":
+            return np.full(self.shape, self.initial == "ones", self.dtype)
+        rng = np.random.default_rng([seed, zlib.crc32(path.encode())])
+        return (0.02 * rng.standard_normal(self.shape, np.float32)).astype(self.dtype)
+
+
+def named_parameter(axes: Mapping[str, int], initial: Initial, *, dtype: DTypeLike) -> nnx.Param[jax.Array]:
     """A parameter whose axes carry logical names.
 
     Args:
         axes: name -> size, in the order of the array's dimensions.
-        initializer: called with (key, shape, dtype).
+        initial: what it holds where no checkpoint fills it.
         dtype: what it is stored in.
-        rngs: source of the key.
 
     Returns:
-        The parameter; `out_sharding` holds the names, and nothing is placed on any device mesh by it.
+        The parameter, of zeros: values come from checkpoints or from `Declared.draw`. `out_sharding` holds the names,
+        and nothing is placed on any device mesh by it.
     """
-    value = initializer(rngs.params(), tuple(axes.values()), jnp.dtype(dtype))
-    return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False)
+    value = jnp.zeros(tuple(axes.values()), dtype)
+    return nnx.Param(value, out_sharding=tuple(axes), eager_sharding=False, initial=initial)
 
 
-def parameter_axes(module: nnx.Module) -> dict[str, tuple[tuple[int, ...], tuple[str, ...], Any]]:
-    """Every parameter of a (possibly abstract) module: "a/b/kernel" -> (shape, logical axis names, dtype)."""
+def declared(module: nnx.Module) -> dict[str, Declared]:
+    """Every parameter of a (possibly abstract) module, by path: "a/b/kernel"."""
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        value = variable.get_value()
-        found["/".join(map(str, path))] = (tuple(value.shape), variable.get_metadata("out_sharding"), value.dtype)
+        value, about = variable.get_value(), variable.get_metadata()
+        found["/".join(map(str, path))] = Declared(
+            tuple(value.shape), about["out_sharding"], value.dtype, about["initial"]
+        )
     return found
 
 

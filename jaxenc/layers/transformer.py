@@ -55,17 +55,13 @@ class TransformerConfig:
 class Block(nnx.Module):
     """x += attention(norm(x)); x += mlp(norm(x))."""
 
-    def __init__(self, config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, dtype: DTypeLike):
         """Declares one block of the stack."""
         c = config
-        self.attention_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype, rngs=rngs)
-        self.attention = Attention(
-            c.embed, c.heads, c.head_dim, fused=c.fused_qkv, key_bias=c.key_bias, dtype=dtype, rngs=rngs
-        )
-        self.mlp_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(
-            ("embed", c.embed), ("mlp", c.mlp), ("embed", c.embed), activation=c.activation, dtype=dtype, rngs=rngs
-        )
+        self.attention_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype)
+        self.attention = Attention(c.embed, c.heads, c.head_dim, fused=c.fused_qkv, key_bias=c.key_bias, dtype=dtype)
+        self.mlp_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype)
+        self.mlp = MLP(("embed", c.embed), ("mlp", c.mlp), ("embed", c.embed), activation=c.activation, dtype=dtype)
 
     def __call__(
         self,
@@ -83,15 +79,14 @@ class Block(nnx.Module):
         return shard(x, "batch", "length", "embed")
 
 
-def stacked_blocks(config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> Block:
+def stacked_blocks(config: TransformerConfig, *, dtype: DTypeLike) -> Block:
     """All blocks as one: every parameter has a leading `layers` axis, so any depth compiles as fast as one."""
 
-    @nnx.split_rngs(splits=config.layers)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def stack(rngs: nnx.Rngs) -> Block:
-        return Block(config, dtype=dtype, rngs=rngs)
+    @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def stack() -> Block:
+        return Block(config, dtype=dtype)
 
-    return stack(rngs)
+    return stack()
 
 
 def run_blocks(

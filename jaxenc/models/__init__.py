@@ -48,8 +48,8 @@ class EncoderConfig(Protocol):
     def typical_tokens(self) -> int:
         """Tokens of the item that a plan is made for where nothing else is said."""
 
-    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
-        """The module, with initial parameters."""
+    def build(self, *, dtype: DTypeLike) -> nnx.Module:
+        """The module; its parameters hold zeros until they are given."""
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -160,9 +160,4 @@ def stored_config(family: str, sizes: Mapping[str, Any]) -> EncoderConfig:
 
 def abstract_module(config: EncoderConfig, *, dtype: DTypeLike) -> nnx.Module:
     """The module with shapes for parameters: nothing is allocated."""
-    return nnx.eval_shape(lambda: config.build(dtype=dtype, rngs=nnx.Rngs(0)))
-
-
-def initial_parameters(config: EncoderConfig, *, dtype: DTypeLike, seed: jax.Array) -> dict[str, Any]:
-    """Random parameters, as a nested dict; to be called inside jit."""
-    return nnx.to_pure_dict(nnx.state(config.build(dtype=dtype, rngs=nnx.Rngs(params=seed)), nnx.Param))
+    return nnx.eval_shape(lambda: config.build(dtype=dtype))

@@ -20,7 +20,7 @@ from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.norms import LayerNorm
-from jaxenc.layers.parameters import NORMAL, Shard, named_parameter
+from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.resample import bicubic_taps, weighted_gather
 from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
@@ -153,9 +153,9 @@ class Config:
             )
         return made
 
-    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> "KimiK25":
-        """The module, with initial parameters."""
-        return KimiK25(self, dtype=dtype, rngs=rngs)
+    def build(self, *, dtype: DTypeLike) -> "KimiK25":
+        """The module."""
+        return KimiK25(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -304,16 +304,16 @@ VARIANTS: Mapping[str, Config] = {"k2.5": Config()}
 class KimiK25(nnx.Module):
     """Patches -> output rows."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the tower and its projector."""
         c = self.config = config
-        self.patch_embed = Linear({"embed": c.embed}, {"patch": 3 * c.patch**2}, dtype=dtype, rngs=rngs)
+        self.patch_embed = Linear({"embed": c.embed}, {"patch": 3 * c.patch**2}, dtype=dtype)
         self.position_embed = named_parameter(
-            {"position_h": c.position_h, "position_w": c.position_w, "embed": c.embed}, NORMAL, dtype=dtype, rngs=rngs
+            {"position_h": c.position_h, "position_w": c.position_w, "embed": c.embed}, "normal", dtype=dtype
         )
-        self.layers = stacked_blocks(c.transformer, dtype=dtype, rngs=rngs)
-        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype, rngs=rngs)
-        self.projector = PatchMerger(c, dtype=dtype, rngs=rngs)
+        self.layers = stacked_blocks(c.transformer, dtype=dtype)
+        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype)
+        self.projector = PatchMerger(c, dtype=dtype)
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
@@ -350,12 +350,12 @@ class KimiK25(nnx.Module):
 class PatchMerger(nnx.Module):
     """Each group of patches, normalised one by one, becomes an output row: two layers with erf's GELU between."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the projector."""
         inputs, hidden = {"projector_in": config.merged}, {"projector_mlp": config.merged}
-        self.norm = LayerNorm(config.embed, eps=config.projector_eps, dtype=dtype, rngs=rngs)
-        self.up = Linear(hidden, inputs, dtype=dtype, rngs=rngs)
-        self.down = Linear({"projector_out": config.out}, hidden, dtype=dtype, rngs=rngs)
+        self.norm = LayerNorm(config.embed, eps=config.projector_eps, dtype=dtype)
+        self.up = Linear(hidden, inputs, dtype=dtype)
+        self.down = Linear({"projector_out": config.out}, hidden, dtype=dtype)
 
     def __call__(self, x: Float[Array, "b n embed"], *, shard: Shard) -> Float[Array, "b rows out"]:
         """Merges consecutive tokens, as many as the kernel takes."""

@@ -143,13 +143,13 @@ class Config:
             raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
         if made.window_frames % made.chunk_frames:
             raise ConfigError(
-                f"{cls.family}: n_window_infer {made.window_frames} is not a multiple of 2 n_window, {made.chunk_frames}"
+                f"{cls.family}: n_window_infer {made.window_frames} is no multiple of 2 n_window = {made.chunk_frames}"
             )
         return made
 
-    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> "Qwen3OmniAudio":
-        """The module, with initial parameters."""
-        return Qwen3OmniAudio(self, dtype=dtype, rngs=rngs)
+    def build(self, *, dtype: DTypeLike) -> "Qwen3OmniAudio":
+        """The module."""
+        return Qwen3OmniAudio(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -264,19 +264,18 @@ VARIANTS: Mapping[str, Config] = {"30b-a3b": Config()}
 class Qwen3OmniAudio(nnx.Module):
     """Chunks of a log-mel spectrogram -> output rows."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the tower."""
         c = self.config = config
-        self.stem = Stem(c, dtype=dtype, rngs=rngs)
-        self.layers = stacked_blocks(c.transformer, dtype=dtype, rngs=rngs)
-        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype, rngs=rngs)
+        self.stem = Stem(c, dtype=dtype)
+        self.layers = stacked_blocks(c.transformer, dtype=dtype)
+        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype)
         self.projector = MLP(
             ("projector_in", c.embed),
             ("projector_mlp", c.embed),
             ("projector_out", c.out),
             activation="gelu_erf",
             dtype=dtype,
-            rngs=rngs,
         )
 
     def __call__(
@@ -304,16 +303,16 @@ class Qwen3OmniAudio(nnx.Module):
 class Stem(nnx.Module):
     """Three stride-2 convolutions over each chunk, a projection, and positions that restart in every chunk."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the convolutions."""
         c = self.config = config
         # not "channels": the chunks are divided over devices, which moves tokens once instead of feature maps twice
         filters, window = ("filters", c.channels), {"kernel_h": 3, "kernel_w": 3}
-        self.conv1 = Conv(1, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
-        self.conv2 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
-        self.conv3 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype, rngs=rngs)
+        self.conv1 = Conv(1, filters, window=window, stride=2, dtype=dtype)
+        self.conv2 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype)
+        self.conv3 = Conv(c.channels, filters, window=window, stride=2, dtype=dtype)
         features = {"conv_features": c.channels * c.conv_mel}
-        self.out = Linear({"embed": c.embed}, features, bias=False, dtype=dtype, rngs=rngs)
+        self.out = Linear({"embed": c.embed}, features, bias=False, dtype=dtype)
 
     def __call__(
         self, mel: Float[Array, "b chunks mel frames"], frames: Int[Array, "b chunks"], *, shard: Shard

@@ -20,7 +20,7 @@ from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Conv, conv_flops
 from jaxenc.layers.norms import LayerNorm
-from jaxenc.layers.parameters import NORMAL, Shard, named_parameter
+from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -117,9 +117,9 @@ class Config:
             raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
         return made
 
-    def build(self, *, dtype: DTypeLike, rngs: nnx.Rngs) -> "Whisper":
-        """The module, with initial parameters."""
-        return Whisper(self, dtype=dtype, rngs=rngs)
+    def build(self, *, dtype: DTypeLike) -> "Whisper":
+        """The module."""
+        return Whisper(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -214,14 +214,14 @@ VARIANTS: Mapping[str, Config] = {
 class Whisper(nnx.Module):
     """Log-mel spectrograms of 30 seconds -> 1,500 rows each."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the encoder."""
         c = self.config = config
-        self.stem = Stem(c, dtype=dtype, rngs=rngs)
+        self.stem = Stem(c, dtype=dtype)
         table = {"position": c.positions, "embed": c.embed}
-        self.position_embed = named_parameter(table, NORMAL, dtype=dtype, rngs=rngs)
-        self.layers = stacked_blocks(c.transformer, dtype=dtype, rngs=rngs)
-        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype, rngs=rngs)
+        self.position_embed = named_parameter(table, "normal", dtype=dtype)
+        self.layers = stacked_blocks(c.transformer, dtype=dtype)
+        self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype)
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
@@ -250,11 +250,11 @@ class Whisper(nnx.Module):
 class Stem(nnx.Module):
     """Two convolutions over time, the second of stride 2."""
 
-    def __init__(self, config: Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the convolutions."""
         channels, window = ("channels", config.embed), {"kernel_w": 3}
-        self.conv1 = Conv(config.mel, channels, window=window, stride=1, dtype=dtype, rngs=rngs)
-        self.conv2 = Conv(config.embed, channels, window=window, stride=2, dtype=dtype, rngs=rngs)
+        self.conv1 = Conv(config.mel, channels, window=window, stride=1, dtype=dtype)
+        self.conv2 = Conv(config.embed, channels, window=window, stride=2, dtype=dtype)
 
     def __call__(
         self, mel: Float[Array, "b clips mel frames"], *, shard: Shard
