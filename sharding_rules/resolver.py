@@ -188,7 +188,7 @@ def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, 
 def _decisions(
     layout: Layout, rules: AxisRules, *, mesh: AnyMesh, workload: Workload, sizes: Mapping[str, Mapping[int, str]]
 ) -> Iterator[Decision]:
-    """One decision for each group and each other axis that the rules let be divided, and for the batch."""
+    """One decision for each group and each other axis of a parameter that the rules let be divided, and for the batch."""
 
     def decide(group: str, axis: str, size: int | None, action: str, reason: str) -> Decision:
         went = () if action == "replicated" else layout.axes[axis]
@@ -209,10 +209,9 @@ def _decisions(
     grouped = {BATCH, *(name for group in workload.groups for name in (group.axis, group.length_axis))}
     for axis in rules:
         if axis not in grouped and rules.alternatives(axis):
-            owner = "parameters" if axis in sizes else "activations"
             action = "sharded" if layout.axes[axis] else "replicated"
-            for known in sizes.get(axis, (None,)):
-                yield decide(owner, axis, known, action, reasons.other_reason(known, axis, layout, rules))
+            for size in sizes.get(axis, ()):
+                yield decide("parameters", axis, size, action, reasons.other_reason(size, axis, layout, rules))
     units = len(workload.units)
     action = "sharded" if layout.axes[BATCH] else "replicated"
     yield decide(BATCH, BATCH, units, action, reasons.batch_reason(units, layout.parts(BATCH)))

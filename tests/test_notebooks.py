@@ -49,6 +49,7 @@ def execute(notebook, folder):
         km=AsyncKernelManager(kernel_name="this-python", kernel_spec_manager=specs),
         timeout=300,
         record_timing=False,
+        coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     ).execute(env=environment)
     return fresh
@@ -60,15 +61,15 @@ def code_cells(notebook):
 
 def texts(cell):
     """What a cell shows, as (kind, text): pictures without their bytes, numbers with a point as #."""
-    shown = []
+    streams, shown = {}, []
     for output in cell.outputs:
-        if output.output_type == "stream":
-            shown.append((output.name, output.text))
+        if output.output_type == "stream":  # how they are cut, and which comes first, is a matter of timing
+            streams[output.name] = streams.get(output.name, "") + output.text
         elif output.output_type == "error":
             shown.append(("error", f"{output.ename}: {output.evalue}"))
         else:
             shown += [(kind, "" if kind.startswith("image/") else text) for kind, text in sorted(output.data.items())]
-    return [(kind, re.sub(r"\d+\.\d+(e[+-]?\d+)?", "#", text)) for kind, text in shown]
+    return [(kind, re.sub(r"\d+\.\d+(e[+-]?\d+)?", "#", text)) for kind, text in [*sorted(streams.items()), *shown]]
 
 
 def printed_differences(notebook):

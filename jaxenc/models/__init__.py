@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
