@@ -4,15 +4,14 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 import typer
-from jax.sharding import AxisType
 
 import jaxenc
 from jaxenc import console
 from jaxenc.console import Debug, Json, Output, Quiet
 from jaxenc.demo import run_demo
+from sharding_rules import device_mesh
 
 VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif"}
 
@@ -99,8 +98,7 @@ def encode(
     if out.suffix not in (".safetensors", ".npz"):
         raise typer.BadParameter(f"{out}: the name must end in .safetensors or .npz")
     output = Output(as_json, quiet)
-    shape = console.parse_mesh(mesh)
-    devices = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    devices = device_mesh(console.parse_mesh(mesh))
     encoder = jaxenc.load(src, mesh=devices, tower=tower, dtype=dtype, strategy=strategy)
     output.progress(f"{encoder!r}: encoding {len(files)} files")
     kinds = {file: _kind(encoder, file) for file in files}

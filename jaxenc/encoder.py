@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree, Shaped
 import checkpoints_convert
 from jaxenc import packing
 from jaxenc.errors import InputError
-from jaxenc.items import Item, VisionItem
+from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.layers.parameters import flatten
 from jaxenc.models import EncoderConfig, abstract_module
 from jaxenc.packing import Batch, Budget
@@ -173,8 +173,10 @@ class Encoder:
         """One batch of all items.
 
         Raises:
-            InputError: they do not fit in the largest budget; names both sizes.
+            InputError: there are none, or they do not fit in the largest budget; names both sizes.
         """
+        if not items:
+            raise InputError("pack: there are no items")
         self._checked([[item] for item in items], "raise")
         batches = list(self._batches(items))
         if len(batches) != 1:
@@ -273,7 +275,7 @@ class Encoder:
         kind, sources = next(iter(given.items()))
         if kind not in self.config.kinds:
             raise TypeError(f"{self.plan.encoder} encodes {' and '.join(self.config.kinds)}, not {kind}")
-        if isinstance(sources, str | bytes | Path | np.ndarray):
+        if isinstance(sources, str | bytes) or hasattr(sources, "__array__") or not isinstance(sources, Iterable):
             raise TypeError(f"{kind}= takes a list, even of one; a {type(sources).__name__} was given")
 
         def read(position: int, source: Any) -> list[Item]:
@@ -284,12 +286,23 @@ class Encoder:
         return self._checked(groups, on_error)
 
     def _checked(self, groups: Sequence[Sequence[Item] | None], on_error: OnError) -> list[list[Item] | None]:
-        def check(group: Sequence[Item]) -> list[Item]:
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error is {on_error!r}; it can be 'raise' or 'skip'")
+        expected = VisionItem if self.config.modality == "vision" else AudioItem
+
+        def check(position: int, group: Sequence[Item]) -> list[Item]:
             for item in group:
-                self.config.check(item)
+                name = getattr(item, "name", "") or f"item {position}"
+                if not isinstance(item, expected):
+                    raise InputError(
+                        f"{name}: this is of type {type(item).__name__}; {self.plan.encoder} encodes {expected.__name__}"
+                    )
+                self.config.check(item if item.name else replace(item, name=name))
             return list(group)
 
-        return [group if group is None else _attempt(partial(check, group), on_error) for group in groups]
+        return [
+            group if group is None else _attempt(partial(check, i, group), on_error) for i, group in enumerate(groups)
+        ]
 
     def _encode_groups(self, groups: Sequence[Sequence[Item] | None], *, out_sharding: Sharding | None) -> list[Any]:
         items = [item for group in groups if group is not None for item in group]

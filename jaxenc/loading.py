@@ -261,8 +261,9 @@ def open_checkpoint(
     if checkpoints_convert.is_checkpoint(src):
         metadata = checkpoints_convert.read_metadata(src)
         stored = checkpoints_convert.stored_targets(src)
+        converted = stored_config(metadata["family"], metadata["sizes"])
         return StoredEncoder(
-            stored_config(metadata["family"], metadata["sizes"]),
+            _one_tower([converted], tower=tower, name=str(src)),
             jnp.dtype(next(iter(stored.values())).dtype),
             {**metadata["provenance"], "config": metadata["config"]},
             path=Path(src),

@@ -5,7 +5,7 @@ be done, and returns a `Plan`: a sharding for every parameter, constraints for a
 the reasons.
 """
 
-from sharding_rules.mesh import make_mesh, split_axis
+from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.resolver import resolve
 from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "RulesError",
     "Workload",
+    "device_mesh",
     "make_mesh",
     "resolve",
     "split_axis",

@@ -1,5 +1,6 @@
 """Making a mesh, and splitting one of its axes in two."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -23,17 +24,35 @@ def make_mesh(*, data: int = 1, model: int = 1, devices: Sequence[jax.Device] | 
     Raises:
       ValueError: There are fewer devices than that, or a size is not positive.
     """
+    return device_mesh({"data": data, "model": model}, devices=devices)
+
+
+def device_mesh(shape: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with any axes over the first devices.
+
+    Args:
+      shape: Axis name -> size.
+      devices: Where to take them from; all of JAX's by default.
+
+    Returns:
+      A mesh whose axes are all Auto.
+
+    Raises:
+      ValueError: There are fewer devices than that, or a size is not positive.
+    """
     found = jax.devices() if devices is None else list(devices)
-    needed = data * model
-    if data < 1 or model < 1:
-        raise ValueError(f"make_mesh(data={data}, model={model}): both sizes must be at least 1")
+    needed, sizes = math.prod(shape.values()), ", ".join(f"{axis}={size}" for axis, size in shape.items())
+    if min(shape.values(), default=1) < 1:
+        raise ValueError(f"mesh ({sizes}): every size must be at least 1")
     if len(found) < needed:
         raise ValueError(
-            f"make_mesh(data={data}, model={model}) needs {needed} devices and there are {len(found)}. "
-            f"For virtual CPU devices, set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is "
-            f"imported; to plan without devices, use jax.sharding.AbstractMesh(({data}, {model}), ('data', 'model'))."
+            f"mesh ({sizes}) needs {needed} devices and there are {len(found)}. For virtual CPU devices, set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} before jax is imported; to plan without "
+            f"devices, use jax.sharding.AbstractMesh({tuple(shape.values())}, {tuple(shape)})."
         )
-    return Mesh(np.array(found[:needed]).reshape(data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return Mesh(
+        np.array(found[:needed]).reshape(*shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:

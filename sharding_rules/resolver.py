@@ -188,7 +188,7 @@ def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, 
 def _decisions(
     layout: Layout, rules: AxisRules, *, mesh: AnyMesh, workload: Workload, sizes: Mapping[str, Mapping[int, str]]
 ) -> Iterator[Decision]:
-    """One decision for each group and each other axis of a parameter that the rules let be divided, and for the batch."""
+    """One decision for each group, each other axis of a parameter that the rules let be divided, and the batch."""
 
     def decide(group: str, axis: str, size: int | None, action: str, reason: str) -> Decision:
         went = () if action == "replicated" else layout.axes[axis]

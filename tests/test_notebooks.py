@@ -17,10 +17,10 @@ if not os.environ.get("CI"):
     for needed in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(needed, reason=f"notebooks need {needed}: pip install jaxenc[test]")
 
-import nbformat  # noqa: E402  (all three are found first, so that a skip has one reason)
-from jupyter_client.kernelspec import KernelSpecManager  # noqa: E402
-from jupyter_client.manager import AsyncKernelManager  # noqa: E402
-from nbclient import NotebookClient  # noqa: E402
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "notebooks" / "quickstart.ipynb"

@@ -35,7 +35,7 @@ def assert_sound(pieces, ladder, batches, *, window=None):
         assert places, "a batch of padding alone"
         taken = np.zeros((budget.rows, budget.length), int)
         for p in places:
-            assert 0 <= p.offset
+            assert p.offset >= 0
             assert p.offset + p.size <= budget.length
             taken[p.row, p.offset : p.offset + p.size] += 1
             if window is not None:
