@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 MODEL  ?=
 # one file:  make test TESTS=tests/test_encoder.py     one test:  make test TESTS="tests/test_encoder.py -k skip"
 TESTS  ?= tests
+# a test file to a process, as many as there are cores
+JOBS   ?= -n auto --dist loadfile
 export XLA_FLAGS ?= --xla_force_host_platform_device_count=8
 
 .PHONY: demo test test-without-torch lint bench clean
@@ -19,11 +21,11 @@ demo: $(VENV)/.media
 	$(BIN)/jaxenc demo $(MODEL)
 
 test: $(VENV)/.media,test,parity
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(JOBS) $(TESTS)
 
 # what runs where there is no torch, such as on the newest Python
 test-without-torch: $(VENV)/.media,test
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(JOBS) $(TESTS)
 
 lint: $(VENV)/.media,lint
 	$(BIN)/ruff check .
