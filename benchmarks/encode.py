@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load_average, versions
-from benchmarks.process import fresh, pythons
+from benchmarks.process import fresh
 from benchmarks.results import RESULTS, Row, Table, keep
 from benchmarks.subjects import DTYPES, SUBJECTS, Subject, add_arguments, chosen
 
@@ -43,6 +44,7 @@ TABLE = Table(
         "torch's fastest - slowest": lambda row: f"{min(row['torch_all_s']):.3f} - {max(row['torch_all_s']):.3f}",
         "ratio": lambda row: f"{row['ratio']:.2f}",
         "compile s": lambda row: f"{row['compile_s']:.1f}",
+        "load average": lambda row: f"{row['load_average']:.1f}",
     },
     key=lambda row: (row["encoder"], row["dtype"], row["versions"]["jax"]),
 )
@@ -79,7 +81,8 @@ def measure(subject: Subject, args: argparse.Namespace) -> list[Row]:
         place = ("--encoder", subject.name, "--folder", folder)
         fresh("benchmarks.encode", "--write", *place, *small)
         for dtype in (args.dtype,) if args.dtype else DTYPES:
-            kinds = [("torch", pythons([])[0]), *(("jaxenc", python) for python in pythons(args.jax_python))]
+            kinds = [("torch", sys.executable)]
+            kinds += [("jaxenc", python) for python in (sys.executable, *args.jax_python)]
             taken: dict[Any, list[Row]] = {kind: [] for kind in kinds}
             busy = []
             for _ in range(args.rounds):

@@ -9,6 +9,7 @@ layout, transformers its own (the renaming that the published one needs there is
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import load_average, versions
-from benchmarks.process import fresh, pythons, resident_bytes
+from benchmarks.process import fresh, resident_bytes
 from benchmarks.results import RESULTS, Row, Table, keep
 
 ENCODER, DTYPE = "kimi_k25", "bfloat16"
@@ -42,6 +43,7 @@ TABLE = Table(
         "load's memory MB": lambda row: f"{(row['peak_bytes'] - row['import_bytes']) / 1e6:.0f}",
         "parameters MB": lambda row: f"{row['parameter_bytes'] / 1e6:.0f}",
         "on all devices MB": lambda row: f"{row['placed_bytes'] / 1e6:.0f}",
+        "load average": lambda row: f"{row['load_average']:.1f}",
     },
     key=lambda row: (row["loader"], row["devices"], row["version"]),
 )
@@ -70,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(rounds: int, *, small: bool, other_pythons: Sequence[str]) -> list[Row]:
     """A row for each loader."""
-    kinds = [("transformers", 1, pythons([])[0])]
-    kinds += [("jaxenc", devices, python) for python in pythons(other_pythons) for devices in (1, 8)]
+    kinds = [("transformers", 1, sys.executable)]
+    kinds += [("jaxenc", devices, python) for python in (sys.executable, *other_pythons) for devices in (1, 8)]
     taken: dict[Any, list[Row]] = {kind: [] for kind in kinds}
     busy = []
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +86,6 @@ def measure(rounds: int, *, small: bool, other_pythons: Sequence[str]) -> list[R
                 row = fresh("benchmarks.loading", *options, python=python, devices=devices)
                 if number:
                     taken[loader, devices, python].append(row)
-    print(f"load average while measuring: {statistics.median(busy):.1f}")
     return [
         {
             "loader": loader,

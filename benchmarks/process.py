@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,3 @@ def resident_bytes(*, peak: bool = False) -> int:
     field = "VmHWM:" if peak else "VmRSS:"
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
-
-
-def pythons(other: Sequence[str]) -> list[str]:
-    """This interpreter, and others."""
-    return [sys.executable, *other]

@@ -295,7 +295,7 @@ class Encoder:
                 name = getattr(item, "name", "") or f"item {position}"
                 if not isinstance(item, expected):
                     raise InputError(
-                        f"{name}: this is of type {type(item).__name__}; {self.plan.encoder} encodes {expected.__name__}"
+                        f"{name}: is of type {type(item).__name__}; {self.plan.encoder} encodes {expected.__name__}"
                     )
                 self.config.check(item if item.name else replace(item, name=name))
             return list(group)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
+import jax
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from checkpoints_convert import Mapping as KeyMapping
@@ -159,4 +161,6 @@ def stored_config(family: str, sizes: Mapping[str, Any]) -> EncoderConfig:
 
 def abstract_module(config: EncoderConfig, *, dtype: DTypeLike) -> nnx.Module:
     """The module with shapes for parameters: nothing is allocated."""
-    return nnx.eval_shape(lambda: config.build(dtype=dtype))
+    # within jax.set_mesh nnx would take the logical names for that mesh's axes
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return nnx.eval_shape(lambda: config.build(dtype=dtype))
