@@ -97,6 +97,8 @@ def encode(
     """Encodes files, and writes one array [rows, dim] for each."""
     if out.suffix not in (".safetensors", ".npz"):
         raise typer.BadParameter(f"{out}: the name must end in .safetensors or .npz")
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"{out}: there is no folder {out.parent}")
     output = Output(as_json, quiet)
     devices = device_mesh(console.parse_mesh(mesh))
     encoder = jaxenc.load(src, mesh=devices, tower=tower, dtype=dtype, strategy=strategy)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import click
 import typer
 
 from checkpoints_convert import CheckpointError
@@ -18,6 +17,8 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, a
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="A traceback instead of a one-line error.")]
 
+# newer versions of typer bring their own copy of click: what is raised is not what click exports
+USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 EXPECTED = (
     CheckpointError,
     ConfigError,
@@ -68,18 +69,20 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     command: Callable[..., Any] = typer.main.get_command(app)
     try:
         return command(args=arguments, standalone_mode=False) or 0
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         return stop.exit_code
-    except click.ClickException as error:
+    except USAGE as error:
         error.show()
         return error.exit_code
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         return 130
     except EXPECTED as error:
         if "--debug" in arguments:
             raise
-        typer.echo(f"error: {error}", err=True)
+        # a report of several problems becomes one line too: what reads a log reads lines
+        first, *rest = (line.strip() for line in str(error).splitlines() or [type(error).__name__])
+        typer.echo(f"error: {first} {'; '.join(rest)}".rstrip(), err=True)
         return 1
 
 
@@ -90,9 +93,10 @@ def parse_mesh(text: str) -> dict[str, int]:
         typer.BadParameter: it is not of that form.
     """
     try:
-        shape = {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        parts = [part.split("=") for part in text.split(",")]
+        shape = {name.strip(): int(size) for name, size in parts}
     except ValueError:
-        shape = {}
-    if not shape or min(shape.values()) < 1 or not all(shape):
+        parts, shape = [], {}
+    if not shape or len(shape) < len(parts) or min(shape.values()) < 1 or not all(shape):
         raise typer.BadParameter(f"{text!r}: write a mesh as axis=size,axis=size such as data=1,model=8")
     return shape

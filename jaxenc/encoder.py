@@ -359,7 +359,7 @@ class Encoder:
         # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
         precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            return module(inputs, shard=self.plan.constrain, capture=capture)
+            return module(inputs, shard=PlanShard(self.plan), capture=capture)
 
     def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
         layers = self.config.transformer.layers
@@ -374,6 +374,21 @@ class Encoder:
         results: dict[int, np.ndarray] = {}
         packing.unpack(_to_host(out), slots, results, counts.tolist())
         return [results[i] for i in range(len(counts))]
+
+
+@dataclass(frozen=True)
+class PlanShard:
+    """What modules may ask of a plan: they name axes, and never see the mesh."""
+
+    plan: Plan
+
+    def parts(self, axis: str) -> int:
+        """How many devices share an axis."""
+        return self.plan.parts(axis)
+
+    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Constrains an activation by the names of its axes."""
+        return self.plan.constrain(x, *axes)
 
 
 def checkpoint_metadata(config: EncoderConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def plan(
     return _plan(
         _config(encoder, tower=tower),
         mesh,
-        dtype=jnp.dtype(dtype),
+        dtype=_compute_dtype(dtype, None),
         strategy=strategy,
         rules=rules,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
@@ -341,6 +341,6 @@ def _compute_dtype(asked: DTypeLike | None, stored: DTypeLike | None) -> Any:
     known = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
     if asked is None:
         return jnp.dtype(stored) if jnp.dtype(stored) in known else known[0]
-    if jnp.dtype(asked) not in known:
-        raise ValueError(f"dtype is {jnp.dtype(asked).name}; encoders compute in float32 or bfloat16")
+    if asked not in known and asked not in [dtype.name for dtype in known]:
+        raise ValueError(f"dtype is {asked!r}; encoders compute in float32 or bfloat16")
     return jnp.dtype(asked)

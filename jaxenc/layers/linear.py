@@ -9,6 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxenc.layers.contract import contract
 from jaxenc.layers.parameters import named_parameter
 
 
@@ -33,12 +34,23 @@ class Linear(nnx.Module):
         self.kernel = named_parameter({**out, **inputs}, "normal", dtype=dtype)
         self.bias = named_parameter(out, "zeros", dtype=dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
+    def __call__(self, x: Float[Array, "..."], *, parts: int = 1) -> Float[Array, "..."]:
+        """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`.
+
+        Args:
+            x: activations.
+            parts: devices that share the contracted axes.
+
+        Returns:
+            In the kernel's dtype.
+        """
         kernel = self.kernel[...]
-        x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
-        kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
-        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
+        terms = math.prod(kernel.shape[-self.contracted :])
+        y = contract(
+            x.reshape(*x.shape[: -self.contracted], terms),
+            kernel.reshape(*kernel.shape[: -self.contracted], terms),
+            parts=parts,
+        )
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(kernel.dtype)

@@ -16,17 +16,13 @@ Initial = Literal["normal", "zeros", "ones"]
 
 
 class Shard(Protocol):
-    """Constrains an activation by the logical names of its axes; `Plan.constrain` is one."""
+    """What a module may ask of the layout, by the logical names of axes; `PlanShard` answers for a plan."""
+
+    def parts(self, axis: str) -> int:
+        """How many devices share an axis."""
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The same values; one name an axis, None for one that is never divided."""
-
-
-def unsharded(x: jax.Array, *axes: str | None) -> jax.Array:
-    """The `Shard` of a single device: leaves `x` where it is."""
-    if len(axes) != x.ndim:
-        raise ValueError(f"an activation of shape {x.shape} was named {axes}: one name an axis is needed")
-    return x
+        """Constrains an activation: the same values; one name an axis, None for one that is never divided."""
 
 
 @dataclass(frozen=True)

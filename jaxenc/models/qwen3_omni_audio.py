@@ -221,7 +221,7 @@ class Config:
 
     def read(self, kind: str, source: Any, *, name: str) -> list[AudioItem]:
         """The item of one recording: Whisper's log-mel front end."""
-        return [AudioItem(log_mel(load_audio(source, name=name), bins=self.mel), name=name)]
+        return [AudioItem(log_mel(load_audio(source, name=name), bins=self.mel, name=name), name=name)]
 
     def check(self, item: AudioItem) -> None:
         """Refuses an item that this tower cannot encode.

@@ -174,7 +174,7 @@ class Config:
             raise InputError(
                 f"{name}: {len(samples) / 16_000:.1f} s of audio; Whisper reads {longest / 16_000:.0f} s: cut it first"
             )
-        return [AudioItem(log_mel(pad_or_trim(samples, longest), bins=self.mel), name=name)]
+        return [AudioItem(log_mel(pad_or_trim(samples, longest), bins=self.mel, name=name), name=name)]
 
     def check(self, item: AudioItem) -> None:
         """Refuses an item that this encoder cannot encode.

@@ -1,0 +1,412 @@
+"""Both command lines: results on stdout, progress and one-line errors on stderr, exit codes 0, 1 and 2."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+import checkpoints_convert
+import jaxenc
+from checkpoints_convert.cli import app as convert_app
+from jaxenc import console
+from jaxenc.cli import app as jaxenc_app
+
+SPEECH = Path(jaxenc.__file__).parent / "assets" / "sense_and_sensibility.flac"
+PLAN_KEYS = {
+    "encoder",
+    "mesh",
+    "strategy",
+    "decisions",
+    "flops_per_device",
+    "flops_ideal",
+    "flops_ratio",
+    "padding_ratio",
+    "param_bytes_per_device",
+    "collectives_per_layer",
+    "batch_layout",
+    "candidates",
+}
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+
+    def run(app, *arguments):
+        capsys.readouterr()
+        code = console.run(app, [str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def as_json(command):
+    """The JSON object of a command that has to succeed."""
+
+    def run(app, *arguments):
+        code, out, err = command(app, *arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return run
+
+
+def assert_error(result, *says):
+    """Exit code 1, nothing on stdout, one line on stderr."""
+    code, out, err = result
+    assert (code, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    for text in says:
+        assert text in line
+
+
+def assert_usage(result, *says):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    for text in says:
+        assert text in " ".join(err.split())
+
+
+@pytest.fixture(scope="module")
+def converted(kimi_folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("converted") / "kimi"
+    assert console.run(convert_app, ["convert", str(kimi_folder), str(path), "--quiet"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("photo") / "photo.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8)).save(path)
+    return path
+
+
+# --- jaxenc list, plan
+
+
+def test_list_shows_every_encoder(command, as_json):
+    found = {e["name"]: e for e in as_json(jaxenc_app, "list")["encoders"]}
+    assert found.keys() == {e.name for e in jaxenc.encoders()}
+    assert found["kimi_k25"]["modality"] == "vision"
+    assert found["whisper"]["variants"]["tiny.en"] == {"heads": 6}
+    assert "moonshotai/Kimi-K2.5" in found["kimi_k25"]["published"]
+    code, out, err = command(jaxenc_app, "list")
+    assert (code, err) == (0, "")
+    assert all(name in out for name in found)
+
+
+def test_plan_says_what_becomes_of_twenty_heads_on_eight_devices(as_json):
+    made = as_json(jaxenc_app, "plan", "qwen3_omni_audio", "--mesh", "data=1,model=8", "--batch", 8, "--tokens", 390)
+    assert made.keys() >= PLAN_KEYS
+    assert made["encoder"] == "qwen3_omni_audio"
+    assert made["mesh"] == {"data": 1, "model": 8}
+    assert made["strategy"] == "hybrid"
+    attention = next(d for d in made["decisions"] if d["group"] == "attention")
+    assert attention.keys() >= {"group", "axis", "size", "mesh_axes", "parts", "action", "reason"}
+    assert (attention["axis"], attention["size"], attention["parts"]) == ("heads", 20, 4)
+    assert [c["chosen"] for c in made["candidates"]].count(True) == 1
+    # bfloat16: 647.9 M parameters, most of them over four devices
+    assert 647.9e6 * 2 / 4 < made["param_bytes_per_device"] < 647.9e6 * 2 / 3
+    data = as_json(jaxenc_app, "plan", "qwen3_omni_audio", "--mesh", "data=1,model=8", "--strategy", "data")
+    assert data["strategy"] == "data"
+    assert data["param_bytes_per_device"] == pytest.approx(647.9e6 * 2, rel=1e-3)
+
+
+def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_folder, converted):
+    for src in (kimi_folder, converted):
+        made = as_json(jaxenc_app, "plan", src, "--mesh", "model=4", "--dtype", "float32")
+        assert made["encoder"] == "kimi_k25"
+        assert made["strategy"] == "tensor"
+    code, out, err = command(jaxenc_app, "plan", "kimi_k25", "--mesh", "data=1,model=8")
+    assert (code, err) == (0, "")
+    assert "kimi_k25 on 8 devices" in out
+    assert "16 heads" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["kimi_k26", "--mesh", "model=8"], ["kimi_k26: no such encoder; there are kimi_k25"]),
+        (["whisper:huge", "--mesh", "model=8"], ["whisper has the variants large-v3"]),
+        (["qwen3_omni_audio", "--mesh", "model=8", "--strategy", "tensor"], ["20", "8"]),
+        (["kimi_k25", "--mesh", "model=8", "--strategy", "best"], ["strategy='best' should be one of"]),
+        (["kimi_k25", "--mesh", "model=8", "--memory-limit", "999"], ["memory_limit=999 bytes"]),
+        (["kimi_k25", "--mesh", "model=8", "--dtype", "float12"], ["float12"]),
+        (["./nowhere", "--mesh", "model=8"], ["nowhere: no such file or folder"]),
+    ],
+    ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else None,
+)
+def test_plan_fails_with_one_line(command, arguments, says):
+    assert_error(command(jaxenc_app, "plan", *arguments), *says)
+
+
+@pytest.mark.parametrize("mesh", ["8", "model=eight", "model=0", "=8", "", "model=2,model=4"])
+def test_a_mesh_that_cannot_be_read_is_wrong_usage(command, mesh):
+    assert_usage(command(jaxenc_app, "plan", "kimi_k25", "--mesh", mesh), "data=1,model=8")
+
+
+def test_wrong_usage_exits_with_two(command):
+    assert_usage(command(jaxenc_app, "plan", "kimi_k25"), "--mesh")
+    assert_usage(command(jaxenc_app, "plan", "kimi_k25", "--mesh", "model=8", "--batch", "0"), "--batch")
+    assert_usage(command(jaxenc_app, "transcribe"), "transcribe")
+    assert_usage(command(convert_app, "convert", "only-a-source"), "DST")
+
+
+@pytest.mark.parametrize("app", [jaxenc_app, convert_app], ids=["jaxenc", "checkpoints-convert"])
+def test_help_names_every_command(command, app):
+    code, out, _ = command(app, "--help")
+    assert code == 0
+    commands = ["list", "plan", "encode", "demo"] if app is jaxenc_app else ["inspect", "convert", "verify", "export"]
+    assert all(name in out for name in commands)
+
+
+def test_debug_gives_the_traceback(command):
+    with pytest.raises(jaxenc.ConfigError):
+        command(jaxenc_app, "plan", "kimi_k26", "--mesh", "model=8", "--debug")
+
+
+# --- jaxenc encode
+
+
+@pytest.fixture(scope="module")
+def expected(kimi_folder, photo):
+    """The photo's rows: 4 x 6 patches."""
+    (rows,) = jaxenc.load(kimi_folder).encode(images=[photo])
+    assert rows.shape == (6, 24)
+    return rows
+
+
+def test_encode_writes_one_array_a_file(as_json, kimi_folder, photo, expected, tmp_path):
+    other = shutil.copy(photo, tmp_path / "other.png")
+    out = tmp_path / "rows.safetensors"
+    data = as_json(jaxenc_app, "encode", kimi_folder, photo, other, "--out", out)
+    assert data == {"out": str(out), "rows": {str(photo): [6, 24], str(other): [6, 24]}, "skipped": []}
+    stored = load_file(out)
+    assert stored.keys() == {str(photo), str(other)}
+    assert stored[str(photo)].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(stored[str(photo)], expected)
+
+
+def test_encode_runs_on_a_mesh_and_in_the_dtype_asked_for(command, qwen_folder, tmp_path):
+    out = tmp_path / "rows.safetensors"
+    arguments = ("--mesh", "model=2", "--dtype", "float32", "--strategy", "tensor", "--quiet")
+    code, _, err = command(jaxenc_app, "encode", qwen_folder, SPEECH, "-o", out, *arguments)
+    assert (code, err) == (0, "")
+    (rows,) = load_file(out).values()
+    encoder = jaxenc.load(qwen_folder, dtype="float32")
+    assert rows.dtype == np.float32
+    assert rows.shape == (encoder.output_rows(audio=[SPEECH])[0].rows, 24)
+    assert np.isfinite(rows).all()
+
+
+def test_encode_stops_at_a_bad_file_unless_told_to_skip_it(command, kimi_folder, photo, expected, tmp_path):
+    bad, out = tmp_path / "bad.png", tmp_path / "rows.npz"
+    bad.write_bytes(b"no picture")
+    assert_error(command(jaxenc_app, "encode", kimi_folder, bad, "-o", out, "--quiet"), str(bad))
+    assert not out.exists()
+    code, text, err = command(jaxenc_app, "encode", kimi_folder, bad, photo, "-o", out, "--skip-bad")
+    assert code == 0
+    assert text.splitlines() == [f"{photo}: 6 rows of 24", f"{bad}: skipped", f"written to {out}"]
+    assert "encoding 2 files" in err
+    with np.load(out) as arrays:
+        assert arrays.files == [str(photo)]
+        # NumPy's own files have no bfloat16
+        assert arrays[str(photo)].dtype == np.float32
+        np.testing.assert_array_equal(arrays[str(photo)], expected.astype(np.float32))
+
+
+def test_encode_checks_where_it_writes_first(command, kimi_folder, photo, tmp_path):
+    assert_usage(command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "rows.txt"), ".safetensors or .npz")
+    assert_usage(command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "no" / "rows.npz"), "no folder")
+    assert_usage(command(jaxenc_app, "encode", kimi_folder, photo), "--out")
+
+
+def test_encode_needs_as_many_devices_as_the_mesh_has(command, kimi_folder, photo, tmp_path):
+    result = command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "a.npz", "--mesh", "data=3,model=8")
+    assert_error(result, "24", str(jax.device_count()))
+
+
+# --- checkpoints-convert
+
+
+def test_inspect_says_what_would_be_read(command, as_json, kimi_folder):
+    found = as_json(convert_app, "inspect", kimi_folder)
+    tower = found["towers"]["kimi_k25"]
+    # 31 tensors of a fixed tower: 5 around the blocks, 12 in each of two, 6 of the projector
+    assert len(tower["tensors"]) == 5 + 2 * 12 + 6
+    assert tower["layout"] == "original"
+    assert tower["prefixes"] == ["vision_tower.", "mm_projector."]
+    assert tower["size_bytes"] == sum(t["size_bytes"] for t in tower["tensors"].values()) == 2 * tower["parameters"]
+    assert tower["problems"] == []
+    assert found["ignored"] == {"language_model": 4}
+    assert (found["tensors"], found["files"]) == (39, 3)
+    code, out, err = command(convert_app, "inspect", kimi_folder)
+    assert (code, err) == (0, "")
+    assert "35 tensors" in out
+    assert "language_model.* (4)" in out
+
+
+def test_convert_writes_a_checkpoint_and_refuses_to_overwrite(command, as_json, converted, kimi_folder, tmp_path):
+    dst = tmp_path / "kimi"
+    data = as_json(convert_app, "convert", kimi_folder, dst, "--dtype", "float32")
+    parameters = as_json(convert_app, "inspect", kimi_folder)["towers"]["kimi_k25"]["parameters"]
+    assert data == {
+        "source": str(kimi_folder),
+        "destination": str(dst),
+        "encoder": "kimi_k25",
+        "dtype": "float32",
+        "parameters": parameters,
+        "size_bytes": 4 * parameters,
+    }
+    assert_error(command(convert_app, "convert", kimi_folder, dst), str(dst), "exists already", "--overwrite")
+    assert jaxenc.load(dst).dtype == np.float32
+    code, out, err = command(convert_app, "convert", kimi_folder, dst, "--overwrite")
+    assert code == 0
+    assert "bfloat16" in out
+    assert "reading" in err
+    assert jaxenc.load(dst).dtype == ml_dtypes.bfloat16
+
+
+def test_convert_reports_every_problem_in_one_line(command, kimi_folder, tmp_path):
+    folder = shutil.copytree(kimi_folder, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["vt_intermediate_size"] = 100
+    (folder / "config.json").write_text(json.dumps(config))
+    result = command(convert_app, "convert", folder, tmp_path / "dst", "--quiet")
+    assert_error(result, "3 problems", "fc0.weight of layers 0-1: shape [96, 64], expected [100, 64]; ", "fc1.weight")
+    assert not (tmp_path / "dst").exists()
+    assert_error(command(convert_app, "convert", folder, tmp_path / "dst", "--tower", "audio", "--quiet"), "no audio")
+
+
+def test_verify_finds_a_sound_checkpoint_equal_bit_for_bit(command, as_json, kimi_folder, converted):
+    data = as_json(convert_app, "verify", kimi_folder, converted)
+    assert data == {
+        "source": str(kimi_folder),
+        "destination": str(converted),
+        "exact": 35,
+        "rounded": 0,
+        "differing": [],
+        "nonfinite": 0,
+        "ok": True,
+    }
+    code, out, err = command(convert_app, "verify", kimi_folder, converted)
+    assert (code, out, err) == (0, "35 tensors equal bit for bit\n", "")
+
+
+def test_verify_knows_a_stated_rounding(as_json, kimi_folder, tmp_path):
+    as_json(convert_app, "convert", kimi_folder, tmp_path / "wide", "--dtype", "float32")
+    data = as_json(convert_app, "verify", kimi_folder, tmp_path / "wide")
+    assert (data["exact"], data["rounded"], data["ok"]) == (0, 35, True)
+
+
+def test_verify_reports_a_tampered_checkpoint(command, kimi_folder, converted, tmp_path):
+    params = checkpoints_convert.restore_host(converted)
+    bias = params["layers/mlp/up/bias"].copy()
+    bias[1, 7] += 1
+    metadata = checkpoints_convert.read_metadata(converted)
+    checkpoints_convert.save_checkpoint(tmp_path / "tampered", {**params, "layers/mlp/up/bias": bias}, metadata)
+    code, out, err = command(convert_app, "verify", kimi_folder, tmp_path / "tampered", "--json")
+    data = json.loads(out)
+    assert code == 1
+    assert data["differing"] == ["vision_tower.encoder.blocks.1.mlp.fc0.bias: 1 of 96 values differ"]
+    assert (data["exact"], data["ok"]) == (34, False)
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert "vision_tower.encoder.blocks.1.mlp.fc0.bias" in line
+
+
+def test_verify_wants_a_converted_checkpoint(command, kimi_folder):
+    assert_error(command(convert_app, "verify", kimi_folder, kimi_folder), "not a converted checkpoint")
+
+
+def tensors_of(folder):
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def test_export_gives_back_what_came_in_bit_for_bit(as_json, kimi_folder, converted, tmp_path):
+    out = tmp_path / "out"
+    data = as_json(convert_app, "export", converted, out)
+    assert data == {
+        "source": str(converted),
+        "destination": str(out),
+        "layout": "original",
+        "files": ["model.safetensors"],
+    }
+    original, exported = tensors_of(kimi_folder), tensors_of(out)
+    assert exported.keys() == {name for name in original if not name.startswith("language_model.")}
+    for name, value in exported.items():
+        assert value.dtype == original[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(value.view(np.uint16), original[name].view(np.uint16), err_msg=name)
+    assert json.loads((out / "config.json").read_text()) == json.loads((kimi_folder / "config.json").read_text())
+
+
+def test_what_was_exported_in_transformers_layout_is_the_same_encoder(command, as_json, converted, tmp_path):
+    out = tmp_path / "out"
+    data = as_json(convert_app, "export", converted, out, "--layout", "transformers", "--max-shard-size", 100_000)
+    assert len(data["files"]) > 1
+    assert all((out / file).is_file() for file in [*data["files"], "model.safetensors.index.json"])
+    assert "model.vision_tower.layers.0.attn.q_proj.weight" in tensors_of(out)
+    again, first = jaxenc.load(out), jaxenc.load(converted)
+    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(first.params), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_error(command(convert_app, "export", converted, out), "exists already")
+    assert_usage(command(convert_app, "export", converted, out, "--layout", "flax"), "original, transformers")
+
+
+def test_export_wants_a_converted_checkpoint(command, kimi_folder, tmp_path):
+    assert_error(command(convert_app, "export", kimi_folder, tmp_path / "out"), "not a converted checkpoint")
+
+
+# --- as programs
+
+
+def program(module, *arguments):
+    """Runs a command line in a process of its own."""
+    code = f"from {module} import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_a_program_prints_one_json_object_and_is_silent_when_asked():
+    arguments = ("plan", "qwen3_omni_audio", "--mesh", "model=8", "--json")
+    loud = program("jaxenc.cli", *arguments)
+    assert loud.returncode == 0
+    assert json.loads(loud.stdout)["strategy"] == "hybrid"
+    # the one warning: 20 heads do not divide
+    assert "qwen3_omni_audio" in loud.stderr
+    quiet = program("jaxenc.cli", *arguments, "--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, loud.stdout, "")
+
+
+def test_a_program_exits_with_the_code_of_its_error(tmp_path):
+    failed = program("checkpoints_convert.cli", "inspect", tmp_path / "nowhere", "--debug")
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert "Traceback" in failed.stderr
+    assert "CheckpointError" in failed.stderr
+
+
+def test_demo_shows_the_plan_and_the_difference_to_one_device(qwen_folder):
+    shown = program("jaxenc.cli", "demo", qwen_folder, "--json")
+    assert shown.returncode == 0, shown.stderr
+    (tower,) = json.loads(shown.stdout)["towers"]
+    assert tower["encoder"] == "qwen3_omni_audio"
+    assert tower["plan"]["mesh"] == {"data": 1, "model": 8}
+    assert tower["rows"][1] == 24
+    # rounding of bfloat16 or float32, whichever the demonstration computes in, and nothing more
+    assert tower["difference"] < 0.02
+    assert "hybrid" in shown.stderr
