@@ -23,9 +23,12 @@ def contract(
         float32, the kernel's leading axes last.
     """
 
+    x, kernel = (array.reshape(*array.shape[:-1], parts, -1) for array in (x, kernel))
+
     def product(x: Array, kernel: Array) -> Array:
-        contracted = ((x.ndim - 2, x.ndim - 1), (kernel.ndim - 2, kernel.ndim - 1))
-        return jax.lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=jnp.float32)
+        # the parts are a batch of products here, so that each device adds its blocks up before any are exchanged
+        contracted, batch = ((x.ndim - 1,), (kernel.ndim - 1,)), ((x.ndim - 2,), (kernel.ndim - 2,))
+        return jax.lax.dot_general(x, kernel, (contracted, batch), preferred_element_type=jnp.float32)
 
     def blocked(x: Array, kernel: Array) -> Array:
         total = product(x[..., :TERMS], kernel[..., :TERMS])
@@ -33,7 +36,6 @@ def contract(
             total += product(x[..., start : start + TERMS], kernel[..., start : start + TERMS])
         return total
 
-    x, kernel = (array.reshape(*array.shape[:-1], parts, -1) for array in (x, kernel))
     if x.dtype == jnp.float32 and x.shape[-1] > TERMS:
-        return jax.lax.platform_dependent(x, kernel, cpu=blocked, default=product)
-    return product(x, kernel)
+        return jax.lax.platform_dependent(x, kernel, cpu=blocked, default=product).sum(0)
+    return product(x, kernel).sum(0)
