@@ -253,19 +253,17 @@ class Encoder:
     # --- private
 
     def _ladder(self, given: Sequence[Budget] | None) -> tuple[Budget, ...]:
-        ladder = packing.budgets(
-            self.config.lengths() if given is None else sorted({budget.length for budget in given}),
-            self.config.length_axes,
-            rows=self.plan.rows_parts,
-            parts=self.plan.length_parts,
-        )
+        rows, parts, unit = self.plan.rows_parts, self.plan.length_parts, self.config.unit
         if given is None:
-            return ladder
-        if wrong := [b for b in given if b.rows % self.plan.rows_parts or b.length not in {x.length for x in ladder}]:
-            raise ValueError(
-                f"budgets {wrong} do not divide over this plan: rows must be a multiple of {self.plan.rows_parts}, "
-                f"lengths such as {sorted(x.length for x in ladder)}"
-            )
+            return packing.budgets(self.config.lengths(), self.config.length_axes, rows=rows, parts=parts)
+        for budget in given:
+            axes = self.config.length_axes(budget.length)
+            if budget.rows % rows or budget.length % unit or not packing.divides(axes, parts):
+                shared = ", ".join(f"{axis} {axes[axis]} over {n}" for axis, n in parts.items() if n > 1)
+                raise ValueError(
+                    f"{budget} does not divide on this plan: rows must be a multiple of {rows}, "
+                    f"the length of {unit}{shared and ', and of what divides ' + shared}"
+                )
         return tuple(sorted(given))
 
     def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:

@@ -110,6 +110,11 @@ def unpack(
         target[slots.index[held]] = out[held]
 
 
+def divides(sizes: Mapping[str, int], parts: Mapping[str, int]) -> bool:
+    """Whether every axis divides over the devices that share it."""
+    return all(size % parts.get(axis, 1) == 0 for axis, size in sizes.items())
+
+
 def budgets(
     lengths: Sequence[int], length_axes: Callable[[int], Mapping[str, int]], *, rows: int, parts: Mapping[str, int]
 ) -> tuple[Budget, ...]:
@@ -124,12 +129,8 @@ def budgets(
     Returns:
         One budget a length, each length raised to the next multiple of the shortest at which every token axis divides.
     """
-    shortest = lengths[0]
-    unit = next(
-        shortest * k
-        for k in range(1, math.prod(parts.values()) + 1)
-        if all(size % parts.get(axis, 1) == 0 for axis, size in length_axes(shortest * k).items())
-    )
+    candidates = (lengths[0] * k for k in range(1, math.prod(parts.values()) + 1))
+    unit = next(length for length in candidates if divides(length_axes(length), parts))
     return tuple(sorted({Budget(-(-length // unit) * unit, rows) for length in lengths}))
 
 

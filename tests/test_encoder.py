@@ -282,6 +282,9 @@ def test_budgets_are_checked_against_the_plan(kimi_folder):
     assert encoder.budgets == (Budget(256, 2), Budget(512, 4))
     with pytest.raises(ValueError, match=r"length=256, rows=3.*rows must be a multiple of 2"):
         jaxenc.load(kimi_folder, mesh=mesh, budgets=[Budget(256, 3)])
+    assert jaxenc.load(kimi_folder, budgets=[Budget(256, 1), Budget(300, 1)]).budgets[1].length == 300
+    with pytest.raises(ValueError, match=r"length=250.*the length of 4"):
+        jaxenc.load(kimi_folder, budgets=[Budget(250, 1)])
 
 
 @pytest.mark.parametrize("which", ["kimi_8", "qwen_8"])

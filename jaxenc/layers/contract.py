@@ -22,7 +22,6 @@ def contract(
     Returns:
         float32, the kernel's leading axes last.
     """
-
     x, kernel = (array.reshape(*array.shape[:-1], parts, -1) for array in (x, kernel))
 
     def product(x: Array, kernel: Array) -> Array:

@@ -46,6 +46,10 @@ class EncoderConfig(Protocol):
         """Tokens of an attention window; None where an item attends as a whole."""
 
     @property
+    def unit(self) -> int:
+        """Tokens that a row's length is a multiple of."""
+
+    @property
     def typical_tokens(self) -> int:
         """Tokens of the item that a plan is made for where nothing else is said."""
 

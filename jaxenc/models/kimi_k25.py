@@ -102,6 +102,11 @@ class Config:
     }
 
     @property
+    def unit(self) -> int:
+        """Tokens that a row's length is a multiple of: those of an output row."""
+        return self.merge**2
+
+    @property
     def typical_tokens(self) -> int:
         """Tokens of a picture of 448 x 448 pixels."""
         return (448 // self.patch) ** 2

@@ -87,6 +87,11 @@ class Config:
     }
 
     @property
+    def unit(self) -> int:
+        """Tokens that a row's length is a multiple of: a window."""
+        return self.window
+
+    @property
     def typical_tokens(self) -> int:
         """Tokens of 30 seconds."""
         return self.tokens(3000)

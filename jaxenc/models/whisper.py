@@ -70,6 +70,11 @@ class Config:
     }
 
     @property
+    def unit(self) -> int:
+        """Tokens that a row's length is a multiple of: a recording."""
+        return self.positions
+
+    @property
     def typical_tokens(self) -> int:
         """Tokens of a recording."""
         return self.positions
