@@ -5,8 +5,8 @@
 Each load is in a process of its own, the loaders taking turns; files are in the page cache. jaxenc reads the published
 layout, transformers its own (the renaming that the published one needs there is not counted against it).
 
-On CPU transformers only maps the files: the first use of its weights reads them. So the time and the memory that reading
-a byte of every page takes are measured too, for both.
+On CPU transformers only maps the files: the first use of its weights reads them. So the time and the memory that
+reading a byte of every page takes are measured too, for both.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 import jaxenc
-from jaxenc.layers import contract
+from jaxenc.layers import sums
 from tests.conftest import KIMI, QWEN
 
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
@@ -39,6 +39,6 @@ def test_whole_weights_need_no_collective_at_all(config, strategy):
 
 
 def test_short_sums_move_nothing_between_devices(monkeypatch):
-    monkeypatch.setattr(contract, "TERMS", 4)
+    monkeypatch.setattr(sums, "TERMS", 4)
     _, found = collectives(KIMI, "tensor", model=8)
     assert found == {"all-reduce": 3, "all-gather": 1}

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import rotate_pairs
+from jaxenc.layers.sums import short_sums
 
 QUERY_BLOCK = 1024
 
@@ -42,9 +43,10 @@ def segment_attention(
         scores = jnp.einsum("bhqk,bhsk->bhqs", queries, key, preferred_element_type=jnp.float32) * k**-0.5
         same = own[:, None, :, None] == segments[:, None, None, :]
         weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1)
-        return jnp.einsum(
-            "bhqs,bhsk->bhqk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-        ).astype(value.dtype)
+        return short_sums(average, weights.astype(value.dtype), value, x_axis=3, y_axis=2).astype(value.dtype)
+
+    def average(weights: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
 
     if n <= QUERY_BLOCK or n % QUERY_BLOCK:
         y = attend((q, segments))

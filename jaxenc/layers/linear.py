@@ -9,8 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxenc.layers.contract import contract
 from jaxenc.layers.parameters import named_parameter
+from jaxenc.layers.sums import contract, short_sums
 
 
 class Linear(nnx.Module):
@@ -86,9 +86,13 @@ class Conv(nnx.Module):
     def __call__(self, x: Float[Array, "n channels_in ..."]) -> Float[Array, "n out ..."]:
         """Convolves with stride `stride`."""
         kernel = self.kernel[...]
-        y = jax.lax.conv_general_dilated(
-            x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
-        )
+
+        def convolve(x: Array, kernel: Array) -> Array:
+            return jax.lax.conv_general_dilated(
+                x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
+            )
+
+        y = short_sums(convolve, x, kernel, x_axis=1, y_axis=1, window=math.prod(kernel.shape[2:]))
         bias = self.bias[...].astype(jnp.float32).reshape((-1,) + (1,) * self.space)
         return (y + bias).astype(kernel.dtype)
 

@@ -59,13 +59,12 @@ def test_every_device_works(trained: Trained) -> None:
 
 
 def test_rows_are_about_as_near_the_truth_as_the_originals(trained: Trained) -> None:
-    # Few channels of the trained models hold most of the activations, so float32 shows: the originals are 1e-5 off.
-    # On CPU XLA adds up a product's terms in order, PyTorch in blocks: twice the error is in that.
+    # few channels of the trained models hold most of the activations, so the largest error is one or two values' luck
     (item,) = trained.encoder.preprocess(audio=[CLIP])
     truth = original_rows(trained.folder, item.mel, dtype="float64")
     own = original_rows(trained.folder, item.mel, dtype="float32")
-    for measure in (max_error, rms_error):
-        assert measure([trained.rows], [truth]) <= 2.5 * measure([own], [truth])
+    assert rms_error([trained.rows], [truth]) <= 1.5 * rms_error([own], [truth])
+    assert max_error([trained.rows], [truth]) <= 2.5 * max_error([own], [truth])
 
 
 def test_the_decoder_hears_what_was_said(trained: Trained) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxenc.layers.contract import contract
+from jaxenc.layers.sums import contract
 
 
 def rms(x):
@@ -19,7 +19,7 @@ def test_float32_products_err_as_little_as_short_sums_do(terms):
     truth = x.astype("f8") @ kernel.astype("f8").T
     y = jax.jit(contract)(x, kernel)
     # PyTorch's error is 2.6e-7 at any length; one accumulator for all terms gives 6e-7 at 1,280 and 8e-7 at 5,120
-    assert rms(y - truth) / rms(truth) < 4.5e-7
+    assert rms(y - truth) / rms(truth) < 3.5e-7
 
 
 def test_a_length_that_is_no_multiple_of_the_block_loses_nothing():
