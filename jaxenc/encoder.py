@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
@@ -333,8 +333,13 @@ class Encoder:
         for budget, placed in packing.pack(pieces, self.budgets, window=self.config.window, names=names):
             yield budget, self.config.layout(items, placed, budget)
 
+    @property
+    def _mesh(self) -> Mesh:
+        assert isinstance(self.plan.mesh, Mesh)  # parameters are on devices
+        return self.plan.mesh
+
     def _input_sharding(self, name: str) -> NamedSharding:
-        return NamedSharding(self.plan.mesh, self.plan.spec(*self.config.input_axes[name]))
+        return NamedSharding(self._mesh, self.plan.spec(*self.config.input_axes[name]))
 
     def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
         inputs = {name: _place(np.asarray(array), self._input_sharding(name)) for name, array in batch.inputs.items()}
@@ -347,7 +352,9 @@ class Encoder:
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
                 for name, array in self.config.layout((), (), budget).inputs.items()
             }
-            self.compiled[budget] = self._jitted.lower(self.params, inputs, capture=()).compile()
+            # the plan's own mesh, whatever mesh the caller has set around this
+            with jax.set_mesh(self._mesh):
+                self.compiled[budget] = self._jitted.lower(self.params, inputs, capture=()).compile()
         return self.compiled[budget]
 
     def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
@@ -357,7 +364,7 @@ class Encoder:
         # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
         precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            return module(inputs, shard=PlanShard(self.plan), capture=capture)
+            return module(inputs, shard=self.plan.constrain, capture=capture)
 
     def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
         layers = self.config.transformer.layers
@@ -372,21 +379,6 @@ class Encoder:
         results: dict[int, np.ndarray] = {}
         packing.unpack(_to_host(out), slots, results, counts.tolist())
         return [results[i] for i in range(len(counts))]
-
-
-@dataclass(frozen=True)
-class PlanShard:
-    """What modules may ask of a plan: they name axes, and never see the mesh."""
-
-    plan: Plan
-
-    def parts(self, axis: str) -> int:
-        """How many devices share an axis."""
-        return self.plan.parts(axis)
-
-    def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains an activation by the names of its axes."""
-        return self.plan.constrain(x, *axes)
 
 
 def checkpoint_metadata(config: EncoderConfig, provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 import jaxenc
-from jaxenc.layers import sums
 from tests.conftest import KIMI, QWEN
 
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
@@ -36,9 +35,3 @@ def test_whole_weights_need_no_collective_at_all(config, strategy):
     plan, found = collectives(config, strategy, model=8)
     assert plan.collectives_per_layer == 0
     assert not found
-
-
-def test_short_sums_move_nothing_between_devices(monkeypatch):
-    monkeypatch.setattr(sums, "TERMS", 4)
-    _, found = collectives(KIMI, "tensor", model=8)
-    assert found == {"all-reduce": 3, "all-gather": 1}

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import rotate_pairs
-from jaxenc.layers.sums import short_sums
+from jaxenc.layers.sums import average
 
 QUERY_BLOCK = 1024
 
@@ -43,10 +43,7 @@ def segment_attention(
         scores = jnp.einsum("bhqk,bhsk->bhqs", queries, key, preferred_element_type=jnp.float32) * k**-0.5
         same = own[:, None, :, None] == segments[:, None, None, :]
         weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1)
-        return short_sums(average, weights.astype(value.dtype), value, x_axis=3, y_axis=2).astype(value.dtype)
-
-    def average(weights: jax.Array, value: jax.Array) -> jax.Array:
-        return jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
+        return average(weights.astype(value.dtype), value).astype(value.dtype)
 
     if n <= QUERY_BLOCK or n % QUERY_BLOCK:
         y = attend((q, segments))
@@ -127,4 +124,4 @@ class Attention(nnx.Module):
         fold = (b * (n // window), window) if window else (b, n)
         rows = (array.reshape(*fold, *array.shape[2:]) for array in (query, key, value, segments))
         y = segment_attention(*rows).reshape(query.shape)
-        return self.out(shard(y, "batch", "length", "heads", "head_dim"), parts=shard.parts("heads"))
+        return self.out(shard(y, "batch", "length", "heads", "head_dim"))

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxenc.layers.parameters import named_parameter
-from jaxenc.layers.sums import contract, short_sums
+from jaxenc.layers.sums import contract
 
 
 class Linear(nnx.Module):
@@ -34,23 +34,11 @@ class Linear(nnx.Module):
         self.kernel = named_parameter({**out, **inputs}, "normal", dtype=dtype)
         self.bias = named_parameter(out, "zeros", dtype=dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "..."], *, parts: int = 1) -> Float[Array, "..."]:
-        """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`.
-
-        Args:
-            x: activations.
-            parts: devices that share the contracted axes.
-
-        Returns:
-            In the kernel's dtype.
-        """
+    def __call__(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
+        """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
         kernel = self.kernel[...]
-        terms = math.prod(kernel.shape[-self.contracted :])
-        y = contract(
-            x.reshape(*x.shape[: -self.contracted], terms),
-            kernel.reshape(*kernel.shape[: -self.contracted], terms),
-            parts=parts,
-        )
+        lead, out = x.shape[: x.ndim - self.contracted], kernel.shape[: kernel.ndim - self.contracted]
+        y = contract(x.reshape(*lead, -1), kernel.reshape(*out, -1))
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(kernel.dtype)
@@ -86,13 +74,9 @@ class Conv(nnx.Module):
     def __call__(self, x: Float[Array, "n channels_in ..."]) -> Float[Array, "n out ..."]:
         """Convolves with stride `stride`."""
         kernel = self.kernel[...]
-
-        def convolve(x: Array, kernel: Array) -> Array:
-            return jax.lax.conv_general_dilated(
-                x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
-            )
-
-        y = short_sums(convolve, x, kernel, x_axis=1, y_axis=1, window=math.prod(kernel.shape[2:]))
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
+        )
         bias = self.bias[...].astype(jnp.float32).reshape((-1,) + (1,) * self.space)
         return (y + bias).astype(kernel.dtype)
 

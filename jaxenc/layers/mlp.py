@@ -39,4 +39,4 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b n inputs"], *, length: str, shard: Shard) -> Float[Array, "b n out"]:
         """Applies it to every token; `length` is the logical name of the token axis."""
         hidden = ACTIVATIONS[self.activation](self.up(x))
-        return self.down(shard(hidden, "batch", length, self.hidden_axis), parts=shard.parts(self.hidden_axis))
+        return self.down(shard(hidden, "batch", length, self.hidden_axis))

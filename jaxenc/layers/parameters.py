@@ -16,13 +16,10 @@ Initial = Literal["normal", "zeros", "ones"]
 
 
 class Shard(Protocol):
-    """What a module may ask of the layout, by the logical names of axes; `PlanShard` answers for a plan."""
-
-    def parts(self, axis: str) -> int:
-        """How many devices share an axis."""
+    """Constrains an activation by the logical names of its axes; `Plan.constrain` is one."""
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains an activation: the same values; one name an axis, None for one that is never divided."""
+        """The same values; one name an axis, None for one that is never divided."""
 
 
 @dataclass(frozen=True)

@@ -367,8 +367,7 @@ class PatchMerger(nnx.Module):
         merged = self.norm(x).reshape(x.shape[0], -1, self.up.kernel.shape[-1])
         hidden = self.up(shard(merged, "batch", "projector_length", "projector_in"))
         hidden = shard(jax.nn.gelu(hidden, approximate=False), "batch", "projector_length", "projector_mlp")
-        rows = self.down(hidden, parts=shard.parts("projector_mlp"))
-        return shard(rows, "batch", "projector_length", "projector_out")
+        return shard(self.down(hidden), "batch", "projector_length", "projector_out")
 
 
 def temporal_table(frames: int, embed: int) -> Float[np.ndarray, "frames+1 embed"]:
