@@ -1,6 +1,5 @@
 """The command line: checkpoints-convert inspect | convert | verify | export."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +9,9 @@ import typer
 import checkpoints_convert
 import jaxenc
 from checkpoints_convert import CheckpointError
+from checkpoints_convert.convert import check_destination
 from jaxenc import console
-from jaxenc.console import Debug, Json, Output, Quiet
+from jaxenc.console import Debug, Json, Output, Quiet, Version
 from jaxenc.loading import open_checkpoint
 from jaxenc.models import published_configs
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="PyTorch checkpoints <-> checkpoints for JAX: only the bytes that are needed, both ways.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
 )
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Hub id, or folder or file of PyTorch safetensors.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")]
@@ -29,14 +30,19 @@ def main() -> None:
     """Entry point of `checkpoints-convert`."""
     # weights pass through the host; an accelerator would only be in the way
     jax.config.update("jax_platforms", "cpu")
-    sys.exit(console.run(app))
+    console.main(app)
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """What comes before a command."""
 
 
 @app.command()
 def inspect(
     src: Src, revision: Revision = None, as_json: Json = False, quiet: Quiet = False, debug: Debug = False
 ) -> None:
-    """What towers, tensors and bytes are there, and which would be read."""
+    """What towers, tensors and bytes are there, and which would be read; fails where `convert` would."""
     source = checkpoints_convert.open_source(src, revision=revision)
     towers = published_configs(source.config, name=source.name)
     mappings = {config.family: checkpoints_convert.detect(source, config.mappings()) for config in towers}
@@ -52,7 +58,12 @@ def inspect(
         lines += [f"  problem: {problem}" for problem in tower["problems"]]
     if found["ignored"]:
         lines.append("ignored: " + ", ".join(f"{prefix}.* ({count})" for prefix, count in found["ignored"].items()))
+    problems = sum(len(tower["problems"]) for tower in found["towers"].values())
+    if problems:
+        lines.append(f"convert would refuse this: {problems} problem{'s' * (problems != 1)}")
     Output(as_json, quiet).result(found, "\n".join(lines))
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -61,7 +72,7 @@ def convert(
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     tower: Tower = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; as stored where not given.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the converted checkpoint at DST.")] = False,
     revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -69,8 +80,7 @@ def convert(
 ) -> None:
     """Writes one tower as a checkpoint that `jaxenc.load` reads on any mesh."""
     output = Output(as_json, quiet)
-    if dst.exists() and not overwrite:
-        raise CheckpointError(f"{dst}: exists already; give --overwrite, or choose another place")
+    check_destination(dst, source=src, overwrite=overwrite)
     output.progress(f"reading {src}")
     encoder = jaxenc.load(src, tower=tower, dtype=dtype, revision=revision)
     leaves = jax.tree.leaves(encoder.params)
@@ -109,12 +119,15 @@ def verify(
         "source": src,
         "destination": str(dst),
         "exact": report.exact,
+        "widened": report.widened,
         "rounded": report.rounded,
         "differing": list(report.differing),
         "nonfinite": report.nonfinite,
         "ok": report.ok,
     }
-    lines = [f"{report.exact} tensors equal bit for bit"]
+    lines = [f"{report.exact} tensors equal bit for bit"] if report.exact or not report.widened else []
+    if report.widened:
+        lines.append(f"{report.widened} tensors equal (stored as {stored.dtype.name})")
     if report.rounded:
         lines.append(f"{report.rounded} tensors equal after rounding to {stored.dtype.name}")
     if report.nonfinite:
@@ -132,7 +145,7 @@ def export(
         str, typer.Option(help="original (as published) or transformers (as it names them).")
     ] = "original",
     max_shard_size: Annotated[int, typer.Option(help="Bytes a file may have.", min=1)] = 5_000_000_000,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the export at OUT.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.folders import begin_folder, clear, finish_folder
+from checkpoints_convert.folders import begin_folder, clear, finish_folder, keep_apart
 from checkpoints_convert.mapping import Index, Mapping, empty_aligned
 from checkpoints_convert.sources import NumpyArray, Source
 
@@ -76,12 +76,12 @@ def save_checkpoint(
         path: The folder to make. Only one save at a time may go there.
         params: Path -> array, of any sharding.
         metadata: Anything JSON holds: config, provenance, ...; comes back from `read_metadata`.
-        overwrite: Replace what is there.
+        overwrite: Replace the converted checkpoint that is there; nothing else is replaced.
 
     Raises:
         CheckpointError: There is something at `path` already.
     """
-    partial, destination = begin_folder(path, overwrite=overwrite)
+    partial, destination = _begin(path, overwrite=overwrite)
     description = {
         "format": FORMAT,
         "parameters": {
@@ -106,6 +106,16 @@ def save_checkpoint(
     _barrier("checkpoints_convert.done")
 
 
+def check_destination(path: str | Path, *, source: str | Path, overwrite: bool = False) -> None:
+    """Raises what `save_checkpoint` would, and refuses to write where the source is; to be called before a long read.
+
+    Raises:
+        CheckpointError: There is something at `path` that is not to be replaced.
+    """
+    keep_apart(source, path)
+    _begin(path, overwrite=overwrite)
+
+
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata given to `save_checkpoint`.
 
@@ -128,8 +138,8 @@ def stored_targets(path: str | Path) -> dict[str, Target]:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a folder that `save_checkpoint` wrote."""
-    return (Path(path).expanduser() / METADATA_FILE).is_file()
+    """Whether `path` is a folder that `save_checkpoint` wrote, even if part of it has been lost since."""
+    return (Path(path).expanduser() / METADATA_FILE).is_file() or _has_arrays(path)
 
 
 def restore_checkpoint(
@@ -196,9 +206,25 @@ def _sharding(target: Target) -> jax.sharding.Sharding:
     return target.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
+def _begin(path: str | Path, *, overwrite: bool) -> tuple[Path, Path]:
+    return begin_folder(path, overwrite=overwrite, kind="a converted checkpoint", is_kind=_is_ours)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        _describe(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _describe(path: str | Path) -> dict[str, Any]:
     file = Path(path).expanduser() / METADATA_FILE
     if not file.is_file():
+        if _has_arrays(path):
+            raise CheckpointError(
+                f"{path}: an incomplete converted checkpoint (it has no {METADATA_FILE}); convert it again"
+            )
         raise CheckpointError(f"{path}: not a converted checkpoint (it has no {METADATA_FILE})")
     try:
         description = json.loads(file.read_bytes())
@@ -207,6 +233,11 @@ def _describe(path: str | Path) -> dict[str, Any]:
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         raise CheckpointError(f"{path}: {METADATA_FILE} is not of the format {FORMAT!r}")
     return description
+
+
+def _has_arrays(path: str | Path) -> bool:
+    # a file that Orbax writes: a published folder may have something of its own called arrays
+    return (Path(path).expanduser() / _ARRAYS / "_METADATA").is_file()
 
 
 def _dtype(name: str) -> np.dtype[Any]:
@@ -230,8 +261,18 @@ def _restore(path: str | Path, targets: MappingABC[str, jax.ShapeDtypeStruct]) -
 
     item = dict(targets)
     args = ocp.args.PyTreeRestore(item, restore_args=ocp.checkpoint_utils.construct_restore_args(item))
-    with _checkpointer() as checkpointer:
-        restored = checkpointer.restore(Path(path).expanduser().absolute() / _ARRAYS, args=args)
+    arrays = Path(path).expanduser().absolute() / _ARRAYS
+    if not arrays.is_dir():
+        raise CheckpointError(f"{path}: is incomplete (its folder {_ARRAYS} is not there); convert it again")
+    try:
+        with _checkpointer() as checkpointer:
+            restored = checkpointer.restore(arrays, args=args)
+    except Exception as error:
+        # what its storage finds Orbax raises as these, some of it as Exception itself
+        if not isinstance(error, ValueError | OSError) and type(error) is not Exception:
+            raise
+        why = str(error.__cause__ or error).partition("\n")[0]
+        raise CheckpointError(f"{path}: cannot be restored; if a file is damaged, convert it again: {why}") from error
     assert isinstance(restored, dict)
     return restored
 

@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.numpy import save_file
 
 from checkpoints_convert.convert import read_metadata, restore_host
-from checkpoints_convert.folders import begin_folder, clear, finish_folder
+from checkpoints_convert.folders import begin_folder, clear, finish_folder, keep_apart
 from checkpoints_convert.mapping import Mapping
 from checkpoints_convert.sources import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, NumpyArray
 
@@ -32,7 +32,7 @@ def export_parameters(
         out: The folder to make; absent or whole, whatever happens.
         config: Written beside as config.json.
         max_shard_bytes: Above this the tensors go into several files and an index.
-        overwrite: Replace what is there.
+        overwrite: Replace a folder that holds an export and nothing else.
 
     Returns:
         The names of the weight files.
@@ -40,7 +40,7 @@ def export_parameters(
     Raises:
         CheckpointError: The parameters do not fit the mapping, or there is something at `out` already.
     """
-    partial, destination = begin_folder(out, overwrite=overwrite)
+    partial, destination = begin_folder(out, overwrite=overwrite, kind="an export", is_kind=_is_export)
     clear(partial)
 
     written: list[list[str]] = []
@@ -88,9 +88,9 @@ def export_checkpoint(
     Args:
         checkpoint: A folder that `save_checkpoint` wrote.
         mapping: Gives names and layout.
-        out: The folder to make.
+        out: The folder to make; not where the checkpoint is.
         max_shard_bytes: Above this the tensors go into several files and an index.
-        overwrite: Replace what is there.
+        overwrite: Replace a folder that holds an export and nothing else.
 
     Returns:
         The names of the weight files.
@@ -98,6 +98,7 @@ def export_checkpoint(
     Raises:
         CheckpointError: The checkpoint does not fit the mapping, or there is something at `out` already.
     """
+    keep_apart(checkpoint, out)
     return export_parameters(
         restore_host(checkpoint),
         mapping,
@@ -106,3 +107,10 @@ def export_checkpoint(
         max_shard_bytes=max_shard_bytes,
         overwrite=overwrite,
     )
+
+
+def _is_export(folder: Path) -> bool:
+    inside = list(folder.iterdir())
+    weights = [path for path in inside if path.suffix == ".safetensors"]
+    others = {path.name for path in inside} - {path.name for path in weights}
+    return bool(weights) and others <= {INDEX_FILE, CONFIG_FILE} and all(path.is_file() for path in inside)

@@ -88,6 +88,15 @@ def open_source(src: str | Path, *, revision: str | None = None, token: str | bo
     raise CheckpointError(f"{src}: no such file or folder, and not a hub id (org/name)")
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Tensors whose bytes end after their file does; there are none where the file has its `expected_bytes`."""
+
+    names: frozenset[str]
+    file_bytes: int
+    expected_bytes: int
+
+
 class Source:
     """A checkpoint: the names of its tensors, and their bytes on demand.
 
@@ -108,6 +117,7 @@ class Source:
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, TensorInfo] = {}
         self._faults: dict[str, list[tuple[str, str]]] = {}
+        self._cut: dict[str, _Cut] = {}
         self._held: dict[str, list[str]] = {}
 
     @property
@@ -155,6 +165,11 @@ class Source:
             problems += [
                 fault if name else fault + lost for name, fault in self._faults[file] if not name or name in wanted
             ]
+            lacking = [name for name in inside if file in self._cut and name in self._cut[file].names]
+            if lacking:
+                count = "1 wanted tensor is" if len(lacking) == 1 else f"{len(lacking)} wanted tensors are"
+                size = f"{self._cut[file].file_bytes} of {self._cut[file].expected_bytes} bytes"
+                problems.append(f"{file}: truncated ({size}): {count} cut off, the first is {lacking[0]}")
         for name in sorted(wanted):
             file, holders = self.files[name], self._held.get(name, [])
             if len(holders) > 1:
@@ -202,12 +217,12 @@ class Source:
         self._faults[file] = []
         try:
             path = self._locate(file)
-            tensors, self._faults[file] = _parse_header(path, file)
+            tensors, self._faults[file], self._cut[file] = _parse_header(path, file)
         except CheckpointError as error:
             self._faults[file] = [("", str(error).removeprefix(f"{self.name}: "))]
             return
         self._paths[file] = path
-        broken = {name for name, _ in self._faults[file]}
+        broken = {name for name, _ in self._faults[file]} | self._cut[file].names
         for name in tensors.keys() | broken:
             self._held.setdefault(name, []).append(file)
             if self.files.setdefault(name, file) == file and name not in broken:
@@ -322,11 +337,11 @@ def _inside(file: str) -> bool:
     return not escapes and "\0" not in file and posix.suffix == ".safetensors"
 
 
-def _parse_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[tuple[str, str]]]:
+def _parse_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[tuple[str, str]], _Cut]:
     """Reads a safetensors header.
 
     Returns:
-        The sound tensors, and (tensor name, fault) of the others.
+        The tensors described, (tensor name, fault) of those that are not sound, and those that are cut off.
 
     Raises:
         CheckpointError: The header itself is unusable.
@@ -364,8 +379,6 @@ def _parse_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[tu
             expected = math.prod(info.shape) * info.dtype.itemsize
             if info.size_bytes != expected:
                 fault = f"{info.size_bytes} bytes stored, but {entry['dtype']}{list(info.shape)} takes {expected}"
-            elif start + end > file_bytes:
-                fault = f"truncated file: its bytes end at {start + end}, the file at {file_bytes}"
         if fault:
             faults.append((name, f"{name} ({file}): {fault}"))
     end, previous = 0, ""
@@ -375,7 +388,8 @@ def _parse_header(path: Path, file: str) -> tuple[dict[str, TensorInfo], list[tu
                 faults.append((one, f"{one} ({file}): its bytes overlap those of {other}"))
         if info.offset + info.size_bytes > end:
             end, previous = info.offset + info.size_bytes, name
-    return tensors, faults
+    cut = {name for name, info in tensors.items() if info.offset + info.size_bytes > file_bytes}
+    return tensors, faults, _Cut(frozenset(cut - {name for name, _ in faults}), file_bytes, max(end, start))
 
 
 def _entry_fault(entry: object) -> str:

@@ -18,9 +18,18 @@ from checkpoints_convert.sources import NumpyArray, Source
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `verify`, in tensors; `nonfinite` counts NaN and infinite values of the source."""
+    """The outcome of `verify`.
+
+    Attributes:
+        exact: Tensors equal bit for bit.
+        widened: Tensors equal, stored in a dtype that holds every value of the original's.
+        rounded: Tensors equal after rounding to the stored dtype.
+        differing: A line for each tensor that differs.
+        nonfinite: NaN and infinite values of the source.
+    """
 
     exact: int
+    widened: int
     rounded: int
     differing: tuple[str, ...]
     nonfinite: int
@@ -40,8 +49,7 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
         checkpoint: A folder that `save_checkpoint` wrote, or parameters by path.
 
     Returns:
-        Tensors equal bit for bit, tensors equal after rounding to the stored dtype (where that is another), and a line
-        for each that differs.
+        How many tensors are equal, and a line for each that differs.
 
     Raises:
         CheckpointError: The source or the parameters do not fit the mapping.
@@ -50,7 +58,7 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
     problems = mapping.check(source)
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower", problems)
-    exact = rounded = nonfinite = 0
+    exact = widened = rounded = nonfinite = 0
     differing: list[str] = []
     for name, stored in mapping.export(params):
         original = source.read(name)
@@ -62,9 +70,11 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
             differing.append(f"{name}: {unequal} of {stored.size} values differ{how}")
         elif original.dtype == stored.dtype:
             exact += 1
+        elif np.can_cast(original.dtype, stored.dtype, casting="safe"):
+            widened += 1
         else:
             rounded += 1
-    return Report(exact, rounded, tuple(differing), nonfinite)
+    return Report(exact, widened, rounded, tuple(differing), nonfinite)
 
 
 def inspect(source: Source, towers: MappingABC[str, Mapping]) -> dict[str, Any]:

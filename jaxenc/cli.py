@@ -1,6 +1,5 @@
 """The command line: jaxenc list | plan | encode | demo."""
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +8,9 @@ import typer
 
 import jaxenc
 from jaxenc import console
-from jaxenc.console import Debug, Json, Output, Quiet
+from jaxenc.console import Debug, Json, Output, Quiet, Version
 from jaxenc.demo import run_demo
+from jaxenc.errors import InputError
 from sharding_rules import device_mesh
 
 VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif"}
@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Vision and audio encoders of multimodal models in JAX, on any device mesh.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
 )
 Mesh = Annotated[str, typer.Option("--mesh", help="Axis sizes, such as data=1,model=8.")]
 Tower = Annotated[str | None, typer.Option("--tower", help="vision or audio, where a checkpoint has both.")]
@@ -28,7 +29,12 @@ Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16;
 
 def main() -> None:
     """Entry point of `jaxenc`."""
-    sys.exit(console.run(app))
+    console.main(app)
+
+
+@app.callback()
+def options(version: Version = False) -> None:
+    """What comes before a command."""
 
 
 @app.command("list")
@@ -60,7 +66,10 @@ def plan(
     tokens: Annotated[int | None, typer.Option(help="Tokens an item that enter the first block.", min=1)] = None,
     strategy: Strategy = "auto",
     tower: Tower = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16; where not given as stored in a checkpoint, bfloat16 without one."),
+    ] = None,
     memory_limit: Annotated[int | None, typer.Option(help="Bytes of parameters a device may hold.", min=1)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -110,6 +119,8 @@ def encode(
         encoded = encoder.encode(**{kind: chosen}, on_error="skip" if skip_bad else "raise")  # type: ignore[arg-type]
         rows.update(zip(chosen, encoded, strict=True))
     written = {str(file): rows[file] for file in files if rows[file] is not None}
+    if not written:
+        raise InputError(f"none of the {len(files)} files could be read")
     _write(out, written)
     shapes = {name: list(array.shape) for name, array in written.items()}
     skipped = [str(file) for file in files if rows[file] is None]

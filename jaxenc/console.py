@@ -3,19 +3,33 @@
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import TracebackType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from checkpoints_convert import CheckpointError
+from jaxenc import __version__
 from jaxenc.errors import ConfigError, InputError
 from sharding_rules import IndivisibleAxisError, RulesError
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
-Debug = Annotated[bool, typer.Option("--debug", help="A traceback instead of a one-line error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="A traceback instead of an error message.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxenc {__version__}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="The version, and nothing else.")
+]
 
 # newer versions of typer bring their own copy of click: what is raised is not what click exports
 USAGE: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -53,6 +67,13 @@ class Output:
         typer.echo(json.dumps(data) if self.as_json else text)
 
 
+def main(app: typer.Typer) -> NoReturn:
+    """Runs a command line as the whole program."""
+    if "--debug" not in sys.argv:
+        _silence_leftovers()
+    sys.exit(run(app))
+
+
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """Runs a command line.
 
@@ -61,11 +82,14 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         arguments: without the program's name; the process's own where not given.
 
     Returns:
-        The exit code: 0 done, 1 an error (one line on stderr), 2 wrong usage, 130 interrupted.
+        The exit code: 0 done, 1 an error (on stderr; details are indented), 2 wrong usage, 130 interrupted.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # one handler, on stderr: stdout belongs to the result
-    logging.basicConfig(level=logging.ERROR if "--quiet" in arguments else logging.WARNING, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not record.name.startswith(_silenced(arguments)))
+    level = logging.ERROR if "--quiet" in arguments else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     command: Callable[..., Any] = typer.main.get_command(app)
     try:
         return command(args=arguments, standalone_mode=False) or 0
@@ -80,9 +104,8 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     except EXPECTED as error:
         if "--debug" in arguments:
             raise
-        # a report of several problems becomes one line too: what reads a log reads lines
         first, *rest = (line.strip() for line in str(error).splitlines() or [type(error).__name__])
-        typer.echo(f"error: {first} {'; '.join(rest)}".rstrip(), err=True)
+        typer.echo("\n  ".join([f"error: {first}", *rest]), err=True)
         return 1
 
 
@@ -100,3 +123,21 @@ def parse_mesh(text: str) -> dict[str, int]:
     if not shape or len(shape) < len(parts) or min(shape.values()) < 1 or not all(shape):
         raise typer.BadParameter(f"{text!r}: write a mesh as axis=size,axis=size such as data=1,model=8")
     return shape
+
+
+def _silence_leftovers() -> None:
+    """A failed read of Orbax's leaves others behind, which print tracebacks after the error that has been reported."""
+    hook = sys.excepthook
+
+    def of_this_thread(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # Python's own threads have another hook: what comes here from elsewhere are the storage's
+        if threading.current_thread() is threading.main_thread():
+            hook(kind, error, trace)
+
+    sys.excepthook = of_this_thread
+    sys.unraisablehook = lambda unraisable: None
+
+
+def _silenced(arguments: list[str]) -> tuple[str, ...]:
+    """Loggers whose lines are not printed: the hub's prints them itself, the others repeat an error as a traceback."""
+    return ("huggingface_hub",) if "--debug" in arguments else ("huggingface_hub", "asyncio", "orbax", "absl")

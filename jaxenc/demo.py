@@ -155,7 +155,7 @@ def _show(src: str, tower: str, *, converted: Path, say: Callable[[str], Any]) -
         read = found["towers"][tower]
         ignored = ", ".join(f"{prefix}.* ({count})" for prefix, count in found["ignored"].items())
         say(
-            f"converted {len(read['tensors'])} of {found['tensors']} tensors in {found['files']} files: "
+            f"converted to float32: {len(read['tensors'])} of {found['tensors']} tensors in {found['files']} files, "
             f"{read['size_bytes'] / 1e6:.1f} MB under {' and '.join(read['prefixes'])}; ignored {ignored or 'none'}"
         )
         jaxenc.load(src, tower=tower, dtype="float32").save(converted)

@@ -70,7 +70,7 @@ def load(
         ConfigError: its config describes no encoder known here, or several and no `tower`.
         IndivisibleAxisError: `strategy` does not divide over the mesh.
     """
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = make_mesh() if mesh is None else _checked(mesh, Mesh)
     stored = open_checkpoint(src, tower=tower, revision=revision, token=token)
     dtype = _compute_dtype(dtype, stored.dtype)
     plan = _plan(
@@ -133,8 +133,8 @@ def from_config(
         ConfigError: no such encoder.
         IndivisibleAxisError: `strategy` does not divide over the mesh.
     """
-    mesh = make_mesh() if mesh is None else mesh
-    sizes = _config(config, tower=tower)
+    mesh = make_mesh() if mesh is None else _checked(mesh, Mesh)
+    sizes, _ = _config(config, tower=tower)
     dtype = _compute_dtype(dtype, None)
     plan = _plan(
         sizes,
@@ -161,7 +161,7 @@ def plan(
     tower: str | None = None,
     batch: int = 8,
     tokens: int | None = None,
-    dtype: DTypeLike = "bfloat16",
+    dtype: DTypeLike | None = None,
     strategy: str | Mapping[str, str] = "auto",
     rules: AxisRules | None = None,
     mm_encoder_tp_mode: str | None = None,
@@ -176,7 +176,7 @@ def plan(
         tower: "vision" or "audio", where there are both.
         batch: items encoded together.
         tokens: that enter the first block, an item; a typical item's where not given.
-        dtype: of parameters.
+        dtype: of parameters; where not given as stored in a checkpoint, and bfloat16 without one.
         strategy: see `load`.
         rules: see `load`.
         mm_encoder_tp_mode: see `load`.
@@ -195,10 +195,11 @@ def plan(
         assert mesh_shape is not None
         names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
         mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    config, stored = _config(encoder, tower=tower)
     return _plan(
-        _config(encoder, tower=tower),
-        mesh,
-        dtype=_compute_dtype(dtype, None),
+        config,
+        _checked(mesh, Mesh | AbstractMesh),
+        dtype=_compute_dtype(dtype, stored or "bfloat16"),
         strategy=strategy,
         rules=rules,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
@@ -317,14 +318,24 @@ def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]
     return {path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()}
 
 
-def _config(encoder: str | Mapping[str, Any] | EncoderConfig, *, tower: str | None) -> EncoderConfig:
+def _checked(mesh: Any, kind: Any) -> Any:
+    if not isinstance(mesh, kind):
+        raise TypeError(f"mesh is {mesh!r}; give a jax.sharding.Mesh, such as jaxenc.make_mesh(model=8)")
+    return mesh
+
+
+def _config(
+    encoder: str | Mapping[str, Any] | EncoderConfig, *, tower: str | None
+) -> tuple[EncoderConfig, np.dtype[Any] | None]:
+    """The sizes, and of a checkpoint the dtype that is stored."""
     if isinstance(encoder, Mapping):
-        return _one_tower(published_configs(encoder, name="config.json"), tower=tower, name="config.json")
+        return _one_tower(published_configs(encoder, name="config.json"), tower=tower, name="config.json"), None
     if not isinstance(encoder, str | Path):
-        return encoder
+        return _one_tower([encoder], tower=tower, name=encoder.family), None
     if "/" in str(encoder) or Path(encoder).exists():
-        return open_checkpoint(encoder, tower=tower).config
-    return named_config(encoder)
+        stored = open_checkpoint(encoder, tower=tower)
+        return stored.config, stored.dtype
+    return _one_tower([named_config(encoder)], tower=tower, name=encoder), None
 
 
 def _one_tower(configs: Sequence[EncoderConfig], *, tower: str | None, name: str) -> EncoderConfig:

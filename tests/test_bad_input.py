@@ -319,6 +319,47 @@ def test_a_config_key_that_contradicts_a_tensors_shape(folder):
     assert len(found) == 3
 
 
+def test_sizes_in_a_config_that_are_no_sizes_are_reported_together(folder):
+    edit_config(folder, vt_num_hidden_layers="three", patch_size=0, merge_kernel_size=[2, True], vt_hidden_size=64.0)
+    with pytest.raises(ConfigError) as error:
+        jaxenc.load(folder)
+    assert str(error.value) == (
+        "kimi_k25: config.json: vt_num_hidden_layers is 'three', vt_hidden_size is 64.0, patch_size is 0, "
+        "merge_kernel_size is [2, True]; a whole number of at least 1 is needed"
+    )
+    edit_config(folder, merge_kernel_size=[])
+    with pytest.raises(ConfigError, match=r"merge_kernel_size is \[\]"):
+        jaxenc.load(folder)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder, mesh: jaxenc.load(folder, mesh=mesh),
+        lambda folder, mesh: jaxenc.from_config("whisper:tiny", mesh=mesh),
+        lambda folder, mesh: jaxenc.plan("kimi_k25", mesh=mesh),
+    ],
+    ids=["load", "from_config", "plan"],
+)
+def test_a_number_of_devices_is_no_mesh(folder, make):
+    with pytest.raises(TypeError, match=r"mesh is 8; give a jax\.sharding\.Mesh, such as jaxenc\.make_mesh\(model=8\)"):
+        make(folder, 8)
+
+
+def test_a_plan_has_the_towers_and_the_dtype_that_loading_has(folder, kimi, tmp_path):
+    kimi.save(tmp_path / "converted")
+    size = {"model": 1}
+    wide, narrow = (jaxenc.plan(folder, mesh_shape=size, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert wide.param_bytes_per_device == 2 * narrow.param_bytes_per_device
+    stored = jaxenc.load(folder)
+    published = jaxenc.plan(folder, mesh_shape=size)
+    assert published.param_bytes_per_device == stored.plan.param_bytes_per_device
+    assert jaxenc.plan(tmp_path / "converted", mesh_shape=size).param_bytes_per_device == wide.param_bytes_per_device
+    for encoder in ("kimi_k25", kimi.config, tmp_path / "converted"):
+        with pytest.raises(ConfigError, match=r"no audio tower that is known here; there is vision \(kimi_k25\)"):
+            jaxenc.plan(encoder, mesh_shape=size, tower="audio")
+
+
 def test_a_config_of_more_or_fewer_layers_than_there_are(folder):
     edit_config(folder, vt_num_hidden_layers=3)
     assert problems(folder) == [
@@ -357,9 +398,10 @@ def test_a_missing_shard_names_the_file_and_a_tensor_in_it(folder):
 def test_a_truncated_shard_names_the_file(folder):
     file = folder / file_of(folder, "vision_tower.patch_embed.proj.weight")
     file.write_bytes(file.read_bytes()[:-1])
+    size = file.stat().st_size
     (problem,) = problems(folder)
     # the others in the file are whole
-    assert f"({file.name}): truncated file: its bytes end at" in problem
+    assert problem.startswith(f"{file.name}: truncated ({size} of {size + 1} bytes): 1 wanted tensor is cut off")
 
 
 def test_an_unknown_model_type_is_named_beside_the_known(folder):
@@ -400,5 +442,20 @@ def test_a_checkpoint_without_config_or_without_anything(folder, tmp_path):
 def test_a_converted_checkpoint_without_its_arrays(kimi, tmp_path):
     kimi.save(tmp_path / "converted")
     shutil.rmtree(tmp_path / "converted" / "arrays")
-    with pytest.raises((CheckpointError, OSError), match=str(tmp_path / "converted")):
+    with pytest.raises(CheckpointError, match=r"converted: is incomplete \(its folder arrays .*; convert it again"):
+        jaxenc.load(tmp_path / "converted")
+
+
+def test_a_converted_checkpoint_without_its_description(kimi, tmp_path):
+    kimi.save(tmp_path / "converted")
+    (tmp_path / "converted" / "checkpoint.json").unlink()
+    with pytest.raises(CheckpointError, match=r"converted: an incomplete converted checkpoint .*; convert it again"):
+        jaxenc.load(tmp_path / "converted")
+
+
+def test_a_converted_checkpoint_with_a_damaged_file(kimi, tmp_path):
+    kimi.save(tmp_path / "converted")
+    largest = max((tmp_path / "converted").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"converted: cannot be restored; if a file is damaged, convert it again"):
         jaxenc.load(tmp_path / "converted")

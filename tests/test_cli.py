@@ -1,4 +1,4 @@
-"""Both command lines: results on stdout, progress and one-line errors on stderr, exit codes 0, 1 and 2."""
+"""Both command lines: results on stdout, progress and errors on stderr, exit codes 0, 1 and 2."""
 
 import json
 import os
@@ -63,13 +63,14 @@ def as_json(command):
 
 
 def assert_error(result, *says):
-    """Exit code 1, nothing on stdout, one line on stderr."""
+    """Exit code 1, nothing on stdout, on stderr one line and indented ones."""
     code, out, err = result
     assert (code, out) == (1, "")
-    (line,) = err.splitlines()
+    line, *details = err.splitlines()
     assert line.startswith("error: ")
+    assert all(detail.startswith("  ") and detail[2:3].strip() for detail in details)
     for text in says:
-        assert text in line
+        assert text in err
 
 
 def assert_usage(result, *says):
@@ -145,10 +146,11 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
         (["kimi_k25", "--mesh", "model=8", "--memory-limit", "999"], ["memory_limit=999 bytes"]),
         (["kimi_k25", "--mesh", "model=8", "--dtype", "float12"], ["float12"]),
         (["./nowhere", "--mesh", "model=8"], ["nowhere: no such file or folder"]),
+        (["whisper", "--mesh", "model=8", "--tower", "vision"], ["there is no vision tower that is known here"]),
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else None,
 )
-def test_plan_fails_with_one_line(command, arguments, says):
+def test_plan_fails_with_an_error(command, arguments, says):
     assert_error(command(jaxenc_app, "plan", *arguments), *says)
 
 
@@ -170,6 +172,17 @@ def test_help_names_every_command(command, app):
     assert code == 0
     commands = ["list", "plan", "encode", "demo"] if app is jaxenc_app else ["inspect", "convert", "verify", "export"]
     assert all(name in out for name in commands)
+
+
+def test_help_keeps_what_is_in_brackets(command):
+    code, out, _ = command(jaxenc_app, "encode", "--help")
+    assert code == 0
+    assert "one array [rows, dim] for each" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("app", [jaxenc_app, convert_app], ids=["jaxenc", "checkpoints-convert"])
+def test_version_is_printed(command, app):
+    assert command(app, "--version") == (0, f"jaxenc {jaxenc.__version__}\n", "")
 
 
 def test_debug_gives_the_traceback(command):
@@ -227,6 +240,16 @@ def test_encode_stops_at_a_bad_file_unless_told_to_skip_it(command, kimi_folder,
         np.testing.assert_array_equal(arrays[str(photo)], expected.astype(np.float32))
 
 
+def test_encode_writes_nothing_where_every_file_is_bad(command, kimi_folder, tmp_path):
+    bad = [tmp_path / "one.png", tmp_path / "two.png"]
+    for path in bad:
+        path.write_bytes(b"no picture")
+    out = tmp_path / "rows.npz"
+    result = command(jaxenc_app, "encode", kimi_folder, *bad, "-o", out, "--skip-bad", "--quiet", "--json")
+    assert_error(result, "none of the 2 files could be read")
+    assert not out.exists()
+
+
 def test_encode_checks_where_it_writes_first(command, kimi_folder, photo, tmp_path):
     assert_usage(command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "rows.txt"), ".safetensors or .npz")
     assert_usage(command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "no" / "rows.npz"), "no folder")
@@ -279,14 +302,37 @@ def test_convert_writes_a_checkpoint_and_refuses_to_overwrite(command, as_json, 
     assert jaxenc.load(dst).dtype == ml_dtypes.bfloat16
 
 
-def test_convert_reports_every_problem_in_one_line(command, kimi_folder, tmp_path):
+def test_convert_never_replaces_what_it_did_not_write(command, kimi_folder, tmp_path):
+    folder = tmp_path / "published" / "kimi"
+    shutil.copytree(kimi_folder, folder)
+    files = sorted(folder.iterdir())
+    for dst in (folder, folder / "converted", folder.parent):
+        assert_error(command(convert_app, "convert", folder, dst, "--overwrite"), f"{dst}: is the source")
+    assert sorted(folder.iterdir()) == files
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").write_text("x")
+    says = "is not a converted checkpoint, so overwrite does not replace it; choose another place"
+    assert_error(command(convert_app, "convert", folder, other, "--overwrite"), f"{other}: {says}")
+    assert (other / "precious").read_text() == "x"
+
+
+def test_convert_and_inspect_report_every_problem(command, kimi_folder, tmp_path):
     folder = shutil.copytree(kimi_folder, tmp_path / "broken")
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["vt_intermediate_size"] = 100
     (folder / "config.json").write_text(json.dumps(config))
     result = command(convert_app, "convert", folder, tmp_path / "dst", "--quiet")
-    assert_error(result, "3 problems", "fc0.weight of layers 0-1: shape [96, 64], expected [100, 64]; ", "fc1.weight")
+    assert_error(result, "3 problems", "fc0.weight of layers 0-1: shape [96, 64], expected [100, 64]\n  ", "fc1.weight")
+    assert len(result[2].splitlines()) == 4
     assert not (tmp_path / "dst").exists()
+    code, out, err = command(convert_app, "inspect", folder)
+    assert (code, err) == (1, "")
+    assert out.count("  problem: ") == 3
+    assert out.splitlines()[-1] == "convert would refuse this: 3 problems"
+    code, out, _ = command(convert_app, "inspect", folder, "--json")
+    assert code == 1
+    assert len(json.loads(out)["towers"]["kimi_k25"]["problems"]) == 3
     assert_error(command(convert_app, "convert", folder, tmp_path / "dst", "--tower", "audio", "--quiet"), "no audio")
 
 
@@ -296,6 +342,7 @@ def test_verify_finds_a_sound_checkpoint_equal_bit_for_bit(command, as_json, kim
         "source": str(kimi_folder),
         "destination": str(converted),
         "exact": 35,
+        "widened": 0,
         "rounded": 0,
         "differing": [],
         "nonfinite": 0,
@@ -305,10 +352,12 @@ def test_verify_finds_a_sound_checkpoint_equal_bit_for_bit(command, as_json, kim
     assert (code, out, err) == (0, "35 tensors equal bit for bit\n", "")
 
 
-def test_verify_knows_a_stated_rounding(as_json, kimi_folder, tmp_path):
+def test_verify_knows_that_a_wider_type_rounds_nothing(command, as_json, kimi_folder, tmp_path):
     as_json(convert_app, "convert", kimi_folder, tmp_path / "wide", "--dtype", "float32")
     data = as_json(convert_app, "verify", kimi_folder, tmp_path / "wide")
-    assert (data["exact"], data["rounded"], data["ok"]) == (0, 35, True)
+    assert (data["exact"], data["widened"], data["rounded"], data["ok"]) == (0, 35, 0, True)
+    result = command(convert_app, "verify", kimi_folder, tmp_path / "wide")
+    assert result == (0, "35 tensors equal (stored as float32)\n", "")
 
 
 def test_verify_reports_a_tampered_checkpoint(command, kimi_folder, converted, tmp_path):
@@ -322,9 +371,9 @@ def test_verify_reports_a_tampered_checkpoint(command, kimi_folder, converted, t
     assert code == 1
     assert data["differing"] == ["vision_tower.encoder.blocks.1.mlp.fc0.bias: 1 of 96 values differ"]
     assert (data["exact"], data["ok"]) == (34, False)
-    (line,) = err.splitlines()
+    line, detail = err.splitlines()
     assert line.startswith("error: ")
-    assert "vision_tower.encoder.blocks.1.mlp.fc0.bias" in line
+    assert detail == "  vision_tower.encoder.blocks.1.mlp.fc0.bias: 1 of 96 values differ"
 
 
 def test_verify_wants_a_converted_checkpoint(command, kimi_folder):
@@ -374,7 +423,10 @@ def test_export_wants_a_converted_checkpoint(command, kimi_folder, tmp_path):
 
 def program(module, *arguments):
     """Runs a command line in a process of its own."""
-    code = f"from {module} import main; main()"
+    return python(f"from {module} import main; main()", *arguments)
+
+
+def python(code, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment, check=False
@@ -390,6 +442,32 @@ def test_a_program_prints_one_json_object_and_is_silent_when_asked():
     assert "qwen3_omni_audio" in loud.stderr
     quiet = program("jaxenc.cli", *arguments, "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, loud.stdout, "")
+
+
+def test_a_program_says_of_a_damaged_checkpoint_what_to_do_and_no_more(converted, tmp_path):
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    largest = max(damaged.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:100])
+    failed = program("checkpoints_convert.cli", "export", damaged, tmp_path / "out")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    (line,) = failed.stderr.splitlines()
+    assert line.startswith(f"error: {damaged}: cannot be restored; if a file is damaged, convert it again")
+
+
+def test_a_line_of_the_hub_is_printed_once():
+    shown = python(
+        "from huggingface_hub.utils import logging\n"
+        "from jaxenc.console import run\n"
+        "from jaxenc.cli import app\n"
+        "run(app, ['list'])\n"
+        "logging.get_logger('huggingface_hub.utils').warning('Retrying')"
+    )
+    assert shown.stderr == "Retrying\n"
+
+
+def test_jaxenc_is_a_module_too():
+    shown = python("import runpy; runpy.run_module('jaxenc', run_name='__main__')", "--version")
+    assert (shown.returncode, shown.stdout) == (0, f"jaxenc {jaxenc.__version__}\n")
 
 
 def test_a_program_exits_with_the_code_of_its_error(tmp_path):

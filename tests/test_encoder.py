@@ -637,9 +637,10 @@ def test_loading_and_encoding_work_inside_set_mesh(kimi_folder, pictures, kimi_r
         assert_rows(jaxenc.load(kimi_folder, mesh=mesh, dtype="float32"), pictures, kimi_rows)
 
 
-def test_loading_works_inside_an_explicit_set_mesh(kimi_folder, pictures, kimi_8):
+def test_loading_and_encoding_work_inside_an_explicit_set_mesh(kimi_folder, pictures, kimi_8, kimi_rows):
     with jax.set_mesh(explicit_mesh()):
         encoder = jaxenc.load(kimi_folder, mesh=explicit_mesh(), dtype="float32")
+        assert_rows(encoder, pictures, kimi_rows)
     assert encoder.plan.parameter_specs == kimi_8.plan.parameter_specs
 
 

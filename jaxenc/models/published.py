@@ -6,10 +6,11 @@ from typing import Any
 from jaxenc.errors import ConfigError
 
 Keys = tuple[str, ...]
+LISTS = ("merge_kernel_size",)  # sizes that may be published as one a dimension
 
 
 def read_sizes(family: str, config: Mapping[str, Any], keys: Mapping[str, Keys]) -> dict[str, Any]:
-    """The value of each field under the first of its published names.
+    """The size that each field has, under the first of its published names.
 
     Args:
         family: for the error.
@@ -17,13 +18,14 @@ def read_sizes(family: str, config: Mapping[str, Any], keys: Mapping[str, Keys])
         keys: field -> names it is published under.
 
     Returns:
-        field -> value.
+        field -> whole number of at least 1, or a list of them where it may be one.
 
     Raises:
-        ConfigError: all fields for which no name is there, together; or two names of one field that disagree.
+        ConfigError: all fields for which no name is there, two names disagree, or the value is no size, together.
     """
     found: dict[str, Any] = {}
     problems = []
+    wrong = []
     for field, names in keys.items():
         values = {name: config[name] for name in names if config.get(name) is not None}
         if not values:
@@ -31,7 +33,14 @@ def read_sizes(family: str, config: Mapping[str, Any], keys: Mapping[str, Keys])
         elif len({str(value) for value in values.values()}) > 1:
             problems.append(f"{' and '.join(f'{name} = {value}' for name, value in values.items())} disagree")
         else:
-            found[field] = next(iter(values.values()))
+            name, value = next(iter(values.items()))
+            sizes = value if name in LISTS and isinstance(value, list | tuple) and value else [value]
+            # bool is an int to Python
+            if not all(type(size) is int and size >= 1 for size in sizes):
+                wrong.append(f"{name} is {value!r}")
+            found[field] = value
+    if wrong:
+        problems.append(f"{', '.join(wrong)}; a whole number of at least 1 is needed")
     if problems:
         raise ConfigError(f"{family}: config.json: {'; '.join(problems)}")
     return found

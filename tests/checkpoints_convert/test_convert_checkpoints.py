@@ -130,10 +130,48 @@ def test_nothing_is_overwritten_unasked(tmp_path, params):
     ):
         with pytest.raises(CheckpointError, match="there: exists already"):
             write()
+        with pytest.raises(CheckpointError, match=r"there: is not (a converted checkpoint|an export), so overwrite"):
+            write(overwrite=True)
     assert (tmp_path / "there" / "precious").read_text() == "x"
-    save_checkpoint(tmp_path / "there", params, {"n": 2}, overwrite=True)
-    assert read_metadata(tmp_path / "there") == {"n": 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "torch"]
+
+
+def test_what_was_written_before_is_overwritten_when_asked(tmp_path, params):
+    # an empty folder is as good as none
+    for name in ("saved", "exported"):
+        (tmp_path / name).mkdir()
+    save_checkpoint(tmp_path / "saved", params, {"n": 1})
+    save_checkpoint(tmp_path / "saved", params, {"n": 2}, overwrite=True)
+    assert read_metadata(tmp_path / "saved") == {"n": 2}
+    export_parameters(params, ORIGINAL, tmp_path / "exported", config={}, max_shard_bytes=30_000)
+    export_parameters(params, ORIGINAL, tmp_path / "exported", overwrite=True)
+    assert [path.name for path in (tmp_path / "exported").iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "saved", "torch"]
+
+
+def test_one_kind_of_folder_does_not_replace_another(tmp_path, params):
+    save_checkpoint(tmp_path / "saved", params)
+    export_parameters(params, ORIGINAL, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match="saved: is not an export, so overwrite does not replace it"):
+        export_parameters(params, ORIGINAL, tmp_path / "saved", overwrite=True)
+    with pytest.raises(CheckpointError, match="exported: is not a converted checkpoint, so overwrite"):
+        save_checkpoint(tmp_path / "exported", params, overwrite=True)
+    (tmp_path / "exported" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="exported: is not an export"):
+        export_parameters(params, ORIGINAL, tmp_path / "exported", overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file: is not a converted checkpoint"):
+        save_checkpoint(tmp_path / "file", params, overwrite=True)
+
+
+def test_nothing_is_exported_over_its_own_checkpoint(tmp_path, params):
+    saved = tmp_path / "some" / "saved"
+    save_checkpoint(saved, params)
+    (tmp_path / "link").symlink_to(saved)
+    for out in (saved, saved / "out", tmp_path / "some", tmp_path / "link"):
+        with pytest.raises(CheckpointError, match=r"is the source .*, or inside or around it"):
+            export_checkpoint(saved, ORIGINAL, out, overwrite=True)
+    assert restore_host(saved).keys() == params.keys()
 
 
 KILLED = """
@@ -194,7 +232,7 @@ def test_verify_knows_a_stated_rounding_from_a_change(tmp_path):
     source = open_source(tmp_path)
     params = load_parameters(source, ORIGINAL, targets("bfloat16"))
     report = verify(source, ORIGINAL, params)
-    assert (report.exact, report.rounded, report.ok, report.nonfinite) == (0, 47, True, 1)
+    assert (report.exact, report.widened, report.rounded, report.ok, report.nonfinite) == (0, 0, 47, True, 1)
     # One unit in the last place is already a difference.
     bits = np.asarray(params["final_norm/scale"]).view(np.uint16).copy()
     bits[0] += 1

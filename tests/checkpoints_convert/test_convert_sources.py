@@ -147,10 +147,22 @@ def test_a_file_that_is_not_safetensors_is_named(tmp_path, raw, message):
     assert error.value.problems[0].startswith("bad.safetensors: ")
 
 
+def test_a_truncated_file_is_one_problem_however_many_tensors_are_cut_off(tmp_path):
+    header = {"fine": entry([2], 0, 8), "w": entry([2], 8, 16), "v": entry([2], 16, 24), "u": entry([2], 24, 32)}
+    path = tiny.write_raw(tmp_path / "a.safetensors", header, bytes(12))
+    have = path.stat().st_size
+    source = open_source(path)
+    assert source.open(["fine"]) == []
+    truncated = f"a.safetensors: truncated ({have} of {have + 20} bytes): "
+    assert source.open(["w"]) == [truncated + "1 wanted tensor is cut off, the first is w"]
+    assert source.open(["fine", "w", "v"]) == [truncated + "2 wanted tensors are cut off, the first is v"]
+    with pytest.raises(CheckpointError, match="truncated"):
+        source.read("w")
+
+
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"w": entry([4], 0, 16)}, "truncated file: its bytes end at"),
         ({"w": entry([3], 0, 8)}, "8 bytes stored, but F32[3] takes 12"),
         ({"w": entry([2], 8, 0)}, "impossible data_offsets [8, 0]"),
         ({"w": entry([2], -8, 0)}, "impossible data_offsets [-8, 0]"),
