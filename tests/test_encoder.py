@@ -650,7 +650,16 @@ def test_a_surrounding_explicit_mesh_is_an_error_that_names_both(kimi_8, picture
         kimi_8.apply(kimi_8.params, batch)
 
 
-# --- how many programs
+# --- how many programs, and which
+
+
+def test_float32_programs_on_cpu_leave_out_the_library_with_long_sums(kimi_folder):
+    encoder = jaxenc.load(kimi_folder, dtype="float32", budgets=[Budget(256, 1)])
+    encoder.warmup()
+    (program,) = encoder.compiled.values()
+    assert "ynn" not in program.as_text()
+    plain = jax.jit(lambda x: x @ x.T).lower(jax.ShapeDtypeStruct((256, 1280), "float32")).compile().as_text()
+    assert "ynn" in plain, "XLA no longer uses it: drop the compiler option"
 
 
 def pictures_of_many_sizes(rng):

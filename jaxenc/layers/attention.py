@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import rotate_pairs
-from jaxenc.layers.sums import average
 
 QUERY_BLOCK = 1024
 
@@ -43,7 +42,9 @@ def segment_attention(
         scores = jnp.einsum("bhqk,bhsk->bhqs", queries, key, preferred_element_type=jnp.float32) * k**-0.5
         same = own[:, None, :, None] == segments[:, None, None, :]
         weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1)
-        return average(weights.astype(value.dtype), value).astype(value.dtype)
+        return jnp.einsum(
+            "bhqs,bhsk->bhqk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+        ).astype(value.dtype)
 
     if n <= QUERY_BLOCK or n % QUERY_BLOCK:
         y = attend((q, segments))

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxenc.layers.parameters import named_parameter
-from jaxenc.layers.sums import contract
 
 
 class Linear(nnx.Module):
@@ -37,8 +36,9 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
         """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
         kernel = self.kernel[...]
-        lead, out = x.shape[: x.ndim - self.contracted], kernel.shape[: kernel.ndim - self.contracted]
-        y = contract(x.reshape(*lead, -1), kernel.reshape(*out, -1))
+        x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
+        kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
+        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(kernel.dtype)
