@@ -359,8 +359,8 @@ class Encoder:
         return self.compiled[budget]
 
     def _compiler_options(self) -> dict[str, str | bool]:
-        # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it they
-        # come from Eigen, are as good as PyTorch's, and take 5 % longer
+        # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it
+        # they come from Eigen, are as good as PyTorch's, and take 5 % longer
         on_cpu = self._mesh.devices.flat[0].platform == "cpu"
         return {"xla_cpu_experimental_ynn_fusion_type": ""} if on_cpu and self.dtype == jnp.float32 else {}
 
