@@ -1,7 +1,8 @@
 """Items of any size -> a few fixed shapes, balanced over devices.
 
-An item consists of pieces that cannot be divided (a clip that attends as a whole, an attention window). Pieces go into
-bins, bins into the rows of a batch; how many rows and how long they are is the batch's `Budget`, and there are few.
+An item consists of pieces that cannot be computed apart (a clip that attends as a whole, an attention window). Pieces
+go into bins. A bin goes whole into one row of a batch, or is spread over all its rows, a share of its tokens in each;
+how many rows there are and how long both parts of them are is the batch's `Budget`, and there are few.
 """
 
 import math
@@ -13,6 +14,9 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxenc.errors import InputError
+from sharding_rules import deal
+
+LAYOUTS = ("auto", "rows", "length")
 
 
 @dataclass(frozen=True, order=True)
@@ -20,22 +24,43 @@ class Budget:
     """The shape of a batch.
 
     Attributes:
-        length: tokens a row.
+        length: tokens a row, of bins that are whole.
         rows: rows; a multiple of the devices that share the batch.
+        spread: further tokens a row, of bins that are spread over all rows.
     """
 
     length: int
     rows: int
+    spread: int = 0
 
     @property
     def tokens(self) -> int:
         """Room for so many tokens."""
-        return self.rows * self.length
+        return self.rows * (self.length + self.spread)
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row, both parts."""
+        return self.length + self.spread
+
+    def folds(self, window: int | None) -> tuple[int, int]:
+        """Number and length of the stretches of a row's spread part that attend by themselves.
+
+        Without windows it is one. With them a window's tokens take one stretch of every row, of equal length.
+        """
+        if not self.spread:
+            return 0, 0
+        length = self.spread if window is None else -(-window // self.rows)
+        return self.spread // length, length
+
+    def holds(self, layout: str) -> bool:
+        """Whether a call with `layout` can use it: "rows" spreads nothing, "length" all."""
+        return layout == "auto" or (self.spread if layout == "rows" else self.length) == 0
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a piece goes.
+    """Where a piece goes, or a part of it.
 
     Attributes:
         item: index of the item in the call.
@@ -43,6 +68,7 @@ class Placed:
         row: row of the batch.
         offset: first token in the row.
         size: tokens it takes.
+        start: which of the piece's tokens is the first of them.
     """
 
     item: int
@@ -50,6 +76,14 @@ class Placed:
     row: int
     offset: int
     size: int
+    start: int = 0
+
+
+def segments(placed: Sequence[Placed]) -> Iterator[tuple[int, Placed]]:
+    """Every place with the number of its piece, from 1: its parts have the same."""
+    numbers: dict[tuple[int, int], int] = {}
+    for place in placed:
+        yield numbers.setdefault((place.item, place.piece), len(numbers) + 1), place
 
 
 @jax.tree_util.register_dataclass
@@ -116,51 +150,86 @@ def divides(sizes: Mapping[str, int], parts: Mapping[str, int]) -> bool:
 
 
 def budgets(
-    lengths: Sequence[int], length_axes: Callable[[int], Mapping[str, int]], *, rows: int, parts: Mapping[str, int]
+    lengths: Sequence[int],
+    token_axes: Callable[[Budget], Mapping[str, int]],
+    *,
+    rows: int,
+    parts: Mapping[str, int],
+    window: int | None,
+    unit: int,
 ) -> tuple[Budget, ...]:
-    """The ladder of budgets of one encoder on one mesh.
+    """The ladder of budgets of one encoder on one mesh: at most eight.
 
     Args:
-        lengths: row lengths wanted, ascending.
-        length_axes: size of every token axis in a row of that length.
+        lengths: tokens that bins together take, ascending.
+        token_axes: size of every token axis in a row of a budget.
         rows: devices that share the batch.
         parts: devices that share each token axis.
+        window: tokens of an attention window, if there are windows.
+        unit: tokens that a row's length is a multiple of.
 
     Returns:
-        One budget a length, each length raised to the next multiple of the shortest at which every token axis divides.
+        On one row, one budget a length. On several, some for whole bins, some for spread ones, and one for both.
+        Lengths are raised until every token axis divides.
     """
-    candidates = (lengths[0] * k for k in range(1, math.prod(parts.values()) + 1))
-    unit = next(length for length in candidates if divides(length_axes(length), parts))
-    return tuple(sorted({Budget(-(-length // unit) * unit, rows) for length in lengths}))
+
+    def raised(made: Callable[[int], Budget], size: int) -> Budget:
+        """The first budget of `size` multiples or more at which every token axis divides."""
+        most = math.prod(parts.values())
+        step = next(k for k in range(1, most + 1) if divides(token_axes(made(k)), parts))
+        return made(-(-size // step) * step)
+
+    def whole(length: int) -> Budget:
+        return raised(lambda k: Budget(k * lengths[0], rows), -(-length // lengths[0]))
+
+    def spread(total: int) -> Budget:
+        share, room = (unit, rows * unit) if window is None else (-(-window // rows), window)
+        return raised(lambda k: Budget(0, rows, k * share), -(-total // room))
+
+    if rows == 1:
+        return tuple(sorted({whole(length) for length in lengths}))
+    small, middle, large = (lengths[min(i, len(lengths) - 1)] for i in (0, 2, 4))
+    ladder = {whole(length) for length in (small, middle, large)}
+    ladder |= {spread(total) for total in (small, middle, large, lengths[-1])}
+    ladder.add(Budget(whole(middle).length, rows, spread(lengths[-1]).spread))
+    return tuple(sorted(ladder))
 
 
 def pack(
     pieces: Sequence[Sequence[int]],
-    ladder: Sequence[Budget],
+    ladder: Mapping[Budget, float],
     *,
     window: int | None,
+    units: Sequence[int],
     names: Sequence[str],
-    longest_mixed: int = 4096,
+    layout: str = "auto",
 ) -> Iterator[tuple[Budget, list[Placed]]]:
     """Cuts a call into batches and says where each piece goes.
 
-    Longest first onto the emptiest row. The budget is the smallest that holds all that is left, but no row is longer
-    than `longest_mixed` only to hold more items: attention is quadratic in it.
+    Longest first onto the emptiest row; what is too long for any row, or finds no room, is spread. The budget is the
+    fastest that holds all that is left; where none does, the one that does most of it a second.
 
     Args:
         pieces: item -> sizes of its pieces, in tokens.
-        ladder: budgets, ascending.
+        ladder: budgets, and the seconds that each is predicted to take.
         window: where attention is windowed, its tokens; small pieces then share a window.
+        units: tokens of each item that stay together where it is spread.
         names: of the items, for errors.
-        longest_mixed: tokens.
+        layout: "rows" spreads nothing, "length" everything.
 
     Yields:
-        Budgets with the pieces placed in them; every piece once.
+        Budgets with the pieces placed in them; every token once.
 
     Raises:
-        InputError: a piece is longer than the longest row.
+        InputError: a piece is longer than any budget takes.
+        ValueError: the layout is unknown, or no budget has it.
     """
-    limit = ladder[-1].length
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it can be {', '.join(map(repr, LAYOUTS))}")
+    allowed = {budget: seconds for budget, seconds in ladder.items() if budget.holds(layout)}
+    if not allowed:
+        raise ValueError(f"layout={layout!r}: none of the budgets is for it: {', '.join(map(str, ladder))}")
+    limit = max(max(budget.length, budget.rows * budget.spread) for budget in allowed)
     for name, sizes in zip(names, pieces, strict=True):
         if sizes and max(sizes) > limit:
             raise InputError(
@@ -168,49 +237,107 @@ def pack(
                 "give a longer one with budgets="
             )
     flat = [(size, item, piece) for item, sizes in enumerate(pieces) for piece, size in enumerate(sizes)]
-    bins = _bins(sorted(flat, key=lambda entry: (-entry[0], entry[1:])), window)
+    bins = _bins(sorted(flat, key=lambda entry: (-entry[0], entry[1:])), window, units)
     while bins:
-        longest = bins[0][0]
-        allowed = [b for b in ladder if b.length >= longest]
-        mixed = [b for b in allowed if b.length <= max(longest_mixed, allowed[0].length)] if window is None else allowed
-        for budget in mixed:
-            placed, left = _place(bins, budget)
-            if not left:
-                break
-        yield budget, placed
-        bins = left
+        best: tuple[tuple[bool, float], Budget, list[Placed], list[_Bin]] | None = None
+        for budget, seconds in allowed.items():
+            placed, left = _place(bins, budget, window)
+            done = sum(place.size for place in placed)
+            score = (False, done / seconds) if left else (True, 1 / seconds)
+            if done and (best is None or score > best[0]):
+                best = score, budget, placed, left
+        assert best is not None  # the longest bin fits somewhere
+        yield best[1], best[2]
+        bins = best[3]
 
 
 _Piece = tuple[int, int, int]  # size, item, piece
-_Bin = tuple[int, list[tuple[int, _Piece]]]  # size, [(offset, piece)]
 
 
-def _bins(pieces: Sequence[_Piece], window: int | None) -> list[_Bin]:
+@dataclass(frozen=True)
+class _Bin:
+    """Pieces that share a window, or one piece."""
+
+    size: int  # tokens that it takes in a row
+    unit: int
+    pieces: list[_Piece]
+
+    @property
+    def tokens(self) -> int:
+        return sum(size for size, _, _ in self.pieces)
+
+    def cut(self, start: int, stop: int, *, row: int, offset: int) -> Iterator[Placed]:
+        """Where a range of its tokens goes."""
+        before = 0
+        for size, item, piece in self.pieces:
+            first, last = max(start, before), min(stop, before + size)
+            if first < last:
+                yield Placed(item, piece, row, offset + first - start, last - first, first - before)
+            before += size
+
+
+def _bins(pieces: Sequence[_Piece], window: int | None, units: Sequence[int]) -> list[_Bin]:
     """Pieces that share a window become one bin of its size (first fit); without windows a piece is a bin."""
     if window is None:
-        return [(piece[0], [(0, piece)]) for piece in pieces]
+        return [_Bin(piece[0], units[piece[1]], [piece]) for piece in pieces]
     bins: list[_Bin] = []
     room: list[int] = []
     for piece in pieces:
         where = next((i for i, free in enumerate(room) if free >= piece[0]), None) if piece[0] < window else None
         if where is None:
-            bins.append((window, [(0, piece)]))
+            bins.append(_Bin(window, 1, [piece]))
             room.append(window - piece[0])
         else:
-            bins[where][1].append((window - room[where], piece))
+            bins[where].pieces.append(piece)
             room[where] -= piece[0]
     return bins
 
 
-def _place(bins: Sequence[_Bin], budget: Budget) -> tuple[list[Placed], list[_Bin]]:
-    """Bins (longest first) onto the emptiest row they fit in, and those that fit in none."""
-    used = [0] * budget.rows
-    placed, left = [], []
-    for size, contents in bins:
+def _place(bins: Sequence[_Bin], budget: Budget, window: int | None) -> tuple[list[Placed], list[_Bin]]:
+    """Bins (longest first) onto the emptiest row they fit in, or else over all rows; and those that fit nowhere."""
+    used, spread = [0] * budget.rows, _Spread(budget, window)
+    placed: list[Placed] = []
+    left = []
+    for one in bins:
         row = min(range(budget.rows), key=used.__getitem__)
-        if used[row] + size > budget.length:
-            left.append((size, contents))
-            continue
-        placed += [Placed(item, i, row, used[row] + offset, n) for offset, (n, item, i) in contents]
-        used[row] += size
+        if used[row] + one.size <= budget.length:
+            placed += one.cut(0, one.tokens, row=row, offset=used[row])
+            used[row] += one.size
+        elif spread.fits(one):
+            placed += spread.add(one)
+        else:
+            left.append(one)
     return placed, left
+
+
+class _Spread:
+    """The part of every row that holds a share of each bin that is spread."""
+
+    def __init__(self, budget: Budget, window: int | None):
+        self.budget, self.windowed = budget, window is not None
+        self.folds, self.length = budget.folds(window)
+        self.filled = 0  # folds, where a fold takes one bin
+        self.used = np.zeros(budget.rows, int)
+        self.turn = 0
+
+    def _shares(self, one: _Bin) -> np.ndarray:
+        counts = deal([one.tokens // one.unit], self.budget.rows)[0]
+        return np.roll(counts, self.turn) * one.unit
+
+    def fits(self, one: _Bin) -> bool:
+        if self.windowed:
+            return self.filled < self.folds
+        return bool((self.used + self._shares(one)).max() <= self.budget.spread)
+
+    def add(self, one: _Bin) -> Iterator[Placed]:
+        shares = self._shares(one)
+        # the rows that got one unit more were the first ones; next time it is those after them
+        self.turn += one.tokens // one.unit % self.budget.rows
+        if self.windowed:
+            self.used[:] = self.filled * self.length
+            self.filled += 1
+        stops = np.cumsum(shares)
+        for row, (share, stop) in enumerate(zip(shares, stops, strict=True)):
+            offset = self.budget.length + self.used[row]
+            yield from one.cut(int(stop - share), int(stop), row=row, offset=int(offset))
+        self.used += shares

@@ -5,14 +5,17 @@ be done, and returns a `Plan`: a sharding for every parameter, constraints for a
 the reasons.
 """
 
+from sharding_rules.batching import Batching, deal
+from sharding_rules.costs import Cost
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.resolver import resolve
 from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
-from sharding_rules.strategies import Cost, GroupWork, Workload
+from sharding_rules.workload import GroupWork, Workload
 
 __all__ = [
     "AxisRules",
+    "Batching",
     "Candidate",
     "Cost",
     "Decision",
@@ -22,6 +25,7 @@ __all__ = [
     "Plan",
     "RulesError",
     "Workload",
+    "deal",
     "device_mesh",
     "make_mesh",
     "resolve",

@@ -8,15 +8,22 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from sharding_rules.batching import Batching
+from sharding_rules.costs import FAIR, Cost, cost_of
 from sharding_rules.mesh import AnyMesh
-from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, RulesError, describe_mesh, nearest
-from sharding_rules.strategies import Cost, partition_spec, parts_of
+from sharding_rules.profiles import DeviceProfile
+from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
+from sharding_rules.strategies import Layout, partition_spec, parts_of
 from sharding_rules.tables import WIDTH, Table
+from sharding_rules.workload import Workload
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
 
 
 @dataclass(frozen=True)
@@ -27,15 +34,17 @@ class Decision:
       group: The group it belongs to, `"batch"`, or `"parameters"` for a weight axis of no group.
       axis: Logical name.
       size: Its size; None for tokens, whose number the plan does not fix. For the batch, the number of units.
+      padded_size: The same with the zeros that are appended to make it divide.
       mesh_axes: Where it went; empty where it stays whole.
       parts: The number of parts.
-      action: "sharded", "tokens sharded" (instead of the group's weights) or "replicated".
+      action: "sharded", "padded and sharded", "tokens sharded" (instead of the group's weights) or "replicated".
       reason: Why, in a sentence.
     """
 
     group: str
     axis: str
     size: int | None
+    padded_size: int | None
     mesh_axes: Axes
     parts: int
     action: str
@@ -44,18 +53,20 @@ class Decision:
     @property
     def per_device(self) -> str:
         """What one device holds of it."""
-        if self.size is None:
+        if self.padded_size is None:
             return f"1/{self.parts}" if self.parts > 1 else "all"
-        return f"{self.size // self.parts}" if self.size % self.parts == 0 else f"up to {-(-self.size // self.parts)}"
+        share, rest = divmod(self.padded_size, self.parts)
+        return f"up to {share + 1}" if rest else f"{share}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout that was considered: a x b parts, its cost (None where it is not possible) and its fate."""
+    """One layout that was considered: a x b parts, its best batch layout and cost (None: not possible), its fate."""
 
     strategy: str
     weight_parts: int
     batch_parts: int
+    batch_layout: str | None
     cost: Cost | None
     chosen: bool
     reason: str
@@ -64,6 +75,7 @@ class Candidate:
         """Flat: the cost's numbers beside the rest, null where it is not possible."""
         cost = asdict(self.cost) if self.cost else dict.fromkeys(Cost.__dataclass_fields__)
         rest = {"strategy": self.strategy, "weight_parts": self.weight_parts, "batch_parts": self.batch_parts}
+        rest["batch_layout"] = self.batch_layout
         return {**rest, **cost, "chosen": self.chosen, "reason": self.reason}
 
 
@@ -73,29 +85,46 @@ class Plan:
 
     Args:
       encoder: The name it goes by.
-      mesh: The mesh that all shardings are on: the given devices, all axes Auto, the model axis perhaps split.
       given_mesh: Axis sizes of the mesh that was asked about.
-      strategy: tensor, hybrid, data, replicate, or `attention=replicate, mlp=tensor`.
+      layout: Where every logical axis goes.
       reason: Why this one, in a sentence or two.
-      axes: Mesh axes of every logical axis.
+      parameters: Names and true shapes, by path.
       parameter_specs: PartitionSpec of every parameter, by path.
       length_parts: For each groups' length axis, the number its tokens are divided by (and have to be a multiple of).
+      batching: Where the items of the workload would go: whole in rows, or spread.
       cost: What it costs.
+      profile: Of the devices, for predicted times.
       decisions: Axis by axis.
       candidates: All layouts that were considered, this one included.
     """
 
     encoder: str
-    mesh: AnyMesh
     given_mesh: Mapping[str, int]
-    strategy: str
+    layout: Layout
     reason: str
-    axes: Mapping[str, Axes]
+    parameters: Mapping[str, Parameter]
     parameter_specs: Mapping[str, PartitionSpec]
     length_parts: Mapping[str, int]
+    batching: Batching
     cost: Cost
+    profile: DeviceProfile
     decisions: tuple[Decision, ...]
     candidates: tuple[Candidate, ...]
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh that all shardings are on: the given devices, all axes Auto, the model axis perhaps split."""
+        return self.layout.mesh
+
+    @property
+    def strategy(self) -> str:
+        """tensor, hybrid, data, replicate, or `attention=replicate, mlp=tensor`."""
+        return self.layout.strategy
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        """Mesh axes of every logical axis."""
+        return self.layout.axes
 
     @property
     def rows_parts(self) -> int:
@@ -129,13 +158,22 @@ class Plan:
 
     @property
     def collectives_per_layer(self) -> int:
-        """All-reduces in each repeated layer."""
+        """All-reduces and all-gathers in each repeated layer."""
         return self.cost.collectives_per_layer
 
     @property
     def batch_layout(self) -> str:
-        """How the batch is laid out: rows, each of whole items."""
-        return "rows"
+        """How the workload is laid out: `rows` of whole items, `length` (all items spread), or `rows and length`."""
+        return self.batching.layout
+
+    def predict(self, workload: Workload, batching: Batching) -> Cost:
+        """What another call would cost on this layout."""
+        return cost_of(self.layout, self.parameters, workload=workload, batching=batching, profile=self.profile)
+
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of one parameter on the devices, padding included."""
+        self._check_path(path)
+        return self.layout.shape(self.parameters[path])
 
     def parts(self, name: str) -> int:
         """The number of parts that a logical axis is divided into."""
@@ -144,8 +182,7 @@ class Plan:
 
     def sharding(self, path: str) -> NamedSharding:
         """The sharding of one parameter."""
-        if path not in self.parameter_specs:
-            raise KeyError(f"{self.encoder} has no parameter {path!r}{nearest(path, self.parameter_specs)}")
+        self._check_path(path)
         return NamedSharding(self.mesh, self.parameter_specs[path])
 
     def spec(self, *names: str | None) -> PartitionSpec:
@@ -220,6 +257,7 @@ class Plan:
             "decisions": [asdict(decision) | {"mesh_axes": list(decision.mesh_axes)} for decision in self.decisions],
             **asdict(self.cost),
             "batch_layout": self.batch_layout,
+            "device": self.profile.name,
             "rows_parts": self.rows_parts,
             "length_parts": dict(self.length_parts),
             "candidates": [candidate.to_json() for candidate in self.candidates],
@@ -258,6 +296,10 @@ class Plan:
 
         return Group(*_header(self), *(table.rich() for table in _tables(self)), *_totals(self))
 
+    def _check_path(self, path: str) -> None:
+        if path not in self.parameter_specs:
+            raise KeyError(f"{self.encoder} has no parameter {path!r}{nearest(path, self.parameter_specs)}")
+
     def _check(self, name: str) -> None:
         if name not in self.axes:
             raise RulesError(f"{self.encoder}: there is no rule for axis {name!r}{nearest(name, self.axes)}")
@@ -271,12 +313,32 @@ def _header(plan: Plan) -> list[str]:
 
 
 def _totals(plan: Plan) -> list[str]:
-    return [
-        f"On the busiest device: {_si(plan.flops_per_device)}FLOP, {plan.flops_ratio:.2f} times an equal share of "
-        f"{_si(plan.flops_ideal)}FLOP. Parameters: {_si(plan.param_bytes_per_device)}B on each device.",
-        f"Batch: {plan.batch_layout} over {plan.rows_parts} part{'s' * (plan.rows_parts > 1)}, padding ratio "
-        f"{plan.padding_ratio:.2f}. All-reduces in each layer: {plan.collectives_per_layer}.",
+    cost, parts = plan.cost, plan.rows_parts
+    lines = [
+        f"Work of the busiest device: {_si(cost.flops_per_device)}FLOP, {cost.flops_ratio:.2f} times an equal share "
+        f"(the flops ratio; {FAIR:.2f} is fair). Parameters: {_si(cost.param_bytes_per_device)}B on each device.",
+        f"Batch: {plan.batch_layout}, over {parts} part{'s' * (parts > 1)}; once all parts are as long as the fullest, "
+        f"{cost.padding_ratio:.2f} times the tokens (the padding ratio).",
+        f"Collectives: {cost.collectives_per_layer} a layer, {_si(cost.collective_bytes)}B sent by each device in all. "
+        f"Predicted on {plan.profile.name}: {cost.seconds * 1e3:.3g} ms, of which an equal share of the work "
+        f"{plan.profile.compute_seconds(cost.flops_ideal, _dtype(plan)) * 1e3:.3g} ms.",
     ]
+    fastest = min((c for c in plan.candidates if c.cost and c.strategy in AUTO), key=_seconds, default=None)
+    if fastest and not fastest.chosen and 1.2 * _seconds(fastest) < cost.seconds:
+        lines.append(
+            f"Faster: {fastest.strategy!r}, predicted {_seconds(fastest) * 1e3:.3g} ms with "
+            f"{_si(fastest.cost.param_bytes_per_device if fastest.cost else 0)}B of parameters on each device. "
+            "Auto takes it where memory_limit= allows that much."
+        )
+    return lines
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.cost.seconds if candidate.cost else math.inf
+
+
+def _dtype(plan: Plan) -> str:
+    return np.dtype(next((parameter.dtype for parameter in plan.parameters.values()), "float32")).name
 
 
 def _tables(plan: Plan) -> list[Table]:
@@ -284,7 +346,7 @@ def _tables(plan: Plan) -> list[Table]:
         (
             decision.group,
             decision.axis,
-            "-" if decision.size is None else f"{decision.size}",
+            _size(decision),
             ", ".join(decision.mesh_axes) or "-",
             f"{decision.parts}",
             decision.per_device,
@@ -295,10 +357,11 @@ def _tables(plan: Plan) -> list[Table]:
     ]
     candidates = []
     for candidate in plan.candidates:
-        cost, cells = candidate.cost, ("-", "-", "-")
+        cost, cells = candidate.cost, ("-", "-", "-", "-", "-")
         if cost:
-            megabytes = f"{cost.param_bytes_per_device / 1e6:,.1f}"
-            cells = f"{cost.flops_ratio:.2f}", megabytes, f"{cost.collectives_per_layer}"
+            megabytes, milliseconds = f"{cost.param_bytes_per_device / 1e6:,.1f}", f"{cost.seconds * 1e3:.3g}"
+            ratio, collectives = f"{cost.flops_ratio:.2f}", f"{cost.collectives_per_layer}"
+            cells = candidate.batch_layout or "-", ratio, megabytes, collectives, milliseconds
         parts = f"{candidate.weight_parts} x {candidate.batch_parts}"
         candidates.append((candidate.strategy, parts, *cells, candidate.reason))
     return [
@@ -307,11 +370,27 @@ def _tables(plan: Plan) -> list[Table]:
         ),
         Table(
             "Candidates",
-            ("strategy", "weights x batch", ">flops ratio", ">MB/device", ">all-reduces", "why"),
+            (
+                "strategy",
+                "weights x batch",
+                "batch layout",
+                ">flops ratio",
+                ">MB/device",
+                ">collectives",
+                ">ms",
+                "why",
+            ),
             candidates,
             marked=[candidate.chosen for candidate in plan.candidates].index(True),
         ),
     ]
+
+
+def _size(decision: Decision) -> str:
+    if decision.size is None:
+        return "-"
+    padding = (decision.padded_size or 0) - decision.size
+    return f"{decision.size} + {padding}" if padding > 0 else f"{decision.size}"
 
 
 def _si(value: float) -> str:
@@ -335,5 +414,6 @@ def _facts(plan: Plan) -> dict[str, str]:
         "flops ratio": f"{plan.flops_ratio:.3f}",
         "padding ratio": f"{plan.padding_ratio:.3f}",
         "parameters on each device": f"{_si(plan.param_bytes_per_device)}B",
-        "all-reduces in each layer": f"{plan.collectives_per_layer}",
+        "collectives in each layer": f"{plan.collectives_per_layer}",
+        "batch layout": plan.batch_layout,
     }

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from sharding_rules.batching import Batching
+from sharding_rules.costs import FAIR, Cost
 from sharding_rules.mesh import AnyMesh
-from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh
-from sharding_rules.strategies import Cost, GroupWork, Layout, Obstacle, Workload, axis_sizes, parts_of
+from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh, flatten
+from sharding_rules.strategies import Layout, Obstacle, axis_sizes, parts_of
+from sharding_rules.workload import GroupWork, Workload
 
-TOLERANCE = 1.01  # within 1 % of the least work, the layout that divides the weights most
+TOLERANCE = 1.01  # more work than the least by 1 % counts as no more
 
 
 def shortfall(obstacle: Obstacle) -> str:
@@ -16,17 +19,17 @@ def shortfall(obstacle: Obstacle) -> str:
 
 
 def summary(layout: Layout, mesh: AnyMesh) -> str:
-    """What a layout does: `'model' is split 4 x 2: weights over 4 devices, the batch over 2`."""
+    """What a layout does: `'model' is split 4 x 2: weights over 4 devices ('model'), the batch over 2 (...)`."""
     a, b = layout.weight_parts, layout.parts(BATCH)
     split = next((axis for axis in mesh.axis_names if layout.mesh.shape[axis] != mesh.shape[axis]), None)
     start = f"{split!r} is split {a} x {mesh.shape[split] // a}: " if split else ""
-    weights = f"weights over {a} devices" if a > 1 else "weights whole on each device"
-    return f"{start}{weights}, {f'the batch over {b}' if b > 1 else 'the batch undivided'}"
+    over = flatten(layout.axes[axis] for axis in layout.divided.values())
+    weights = f"weights over {a} devices ({quoted(over)})" if a > 1 and over else "weights whole on each device"
+    batch = f"the batch over {b} ({quoted(layout.axes[BATCH])})" if b > 1 else "the batch undivided"
+    return f"{start}{weights}, {batch}"
 
 
-def plan_reason(
-    layout: Layout, cost: Cost, *, obstacles: Sequence[Obstacle], by_auto: bool, mesh: AnyMesh, units: int
-) -> str:
+def plan_reason(layout: Layout, cost: Cost, *, obstacles: Sequence[Obstacle], by_auto: bool, mesh: AnyMesh) -> str:
     """Why this strategy, what it does, and what it leaves idle."""
     sentences = [shortfall(obstacles[0])] if obstacles else []
     sentences.append(summary(layout, mesh))
@@ -34,18 +37,25 @@ def plan_reason(
     idle = [axis for axis, size in layout.mesh.shape.items() if size > 1 and axis not in busy]
     if idle:
         sentences.append(f"the devices along {quoted(idle)} repeat the same work")
-    if cost.flops_ratio > 1.1:
-        spread = f"{units} units of work over {layout.parts(BATCH)} part{'s' * (layout.parts(BATCH) > 1)} of the batch"
-        sentences.append(f"the busiest device does {cost.flops_ratio:.2f} times its share ({spread})")
+    if cost.flops_ratio > FAIR:
+        reached = cost.flops_ratio <= TOLERANCE * cost.flops_bound
+        why = "as little as whole units of work allow" if reached else f"at least {cost.flops_bound:.2f}"
+        sentences.append(
+            f"the busiest device does {cost.flops_ratio:.2f} times its share ({why} here, where a device's share is "
+            f"{cost.units_per_device:.3g} units of the group with the fewest)"
+        )
     start = "chosen by auto." if by_auto else "as asked."
     return " ".join([start, *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)])
 
 
 def weight_reason(size: int, axis: str, layout: Layout, mesh: AnyMesh) -> str:
     """Why a weight axis is divided as it is."""
-    axes, parts = layout.axes[axis], layout.parts(axis)
-    share = f"{_count(size // parts, axis)} on each of {parts}"
+    axes, parts, padded = layout.axes[axis], layout.parts(axis), layout.padded_size(axis, size)
+    share = f"{_count(padded // parts, axis)} on each of {parts}"
     full = parts_of(mesh, axes)
+    if padded != size:
+        zeros = f"{padded - size} of zeros are appended ({(padded - size) / size:.1%} more): {padded} in all"
+        return f"{does_not_divide(size, axis, parts, axes)}; {zeros}, {share}"
     if full == parts:
         return f"{_count(size, axis)} over {parts_in_words(parts, axes)}: {size // parts} on each"
     split = f"{quoted(axes)} is split {parts} x {full // parts}"
@@ -91,26 +101,36 @@ def other_reason(size: int | None, axis: str, layout: Layout, rules: AxisRules) 
     return f"the rules allow {allowed}; over {parts_in_words(parts, axes)}{share}"
 
 
-def batch_reason(units: int, parts: int) -> str:
-    """How the units of a workload meet the parts of the batch."""
-    count = f"{units} unit{'s' * (units != 1)} of work"
+def batch_reason(batching: Batching) -> str:
+    """How the items of a workload meet the parts of the batch."""
+    parts, whole, spread = len(batching.rows), sum(map(len, batching.rows)), len(batching.spread)
     if parts == 1:
-        return f"{count}, undivided"
-    idle = f"; fewer units than parts, so {parts - units} of {parts} stay empty" if units < parts else ""
-    return f"{count}, the longest first onto the least loaded part{idle}"
+        return f"{_items(whole)}, undivided"
+    sentences = []
+    if whole or not spread:
+        empty = sum(not row for row in batching.rows) if not spread else 0
+        idle = f"; fewer items than parts, so {empty} of {parts} stay empty" if empty else ""
+        sentences.append(f"{_items(whole)} whole, the longest first onto the least loaded part{idle}")
+    if spread:
+        sentences.append(f"{_items(spread)} with the tokens spread over all {parts} parts")
+    return "; ".join(sentences)
 
 
-def fate(layout: Layout, cost: Cost | None, *, chosen: Cost, pool: Sequence[str], memory_limit: int | None) -> str:
-    """Why a candidate was not chosen."""
+def fate(
+    layout: Layout, cost: Cost | None, *, enough: float, pool: Sequence[str], memory_limit: int | None, chosen: bool
+) -> str:
+    """Why a candidate was chosen or not."""
+    if chosen:
+        return "chosen"
     if cost is None:
         return "; ".join(shortfall(obstacle) for obstacle in layout.obstacles)
     if layout.strategy not in pool:
-        return "only when asked for" if layout.strategy == "replicate" else "not asked for"
+        return "not asked for" if layout.strategy in ("tensor", "hybrid", "data") else "only when asked for"
     if memory_limit is not None and cost.param_bytes_per_device > memory_limit:
         return f"over the memory limit of {memory_limit / 1e6:,.1f} MB"
-    if cost.flops_ratio <= chosen.flops_ratio * TOLERANCE:
-        return "no less work, and the weights less divided"
-    return "more work on the busiest device"
+    if cost.flops_ratio > enough:
+        return "more work on the busiest device"
+    return "fair too, but the weights less divided" if memory_limit is None else "fair too, but slower"
 
 
 def indivisible_text(
@@ -151,6 +171,9 @@ def indivisible_text(
     if tensor and tensor.obstacles and tensor.divided:
         whole = {obstacle.group: "replicate" for obstacle in tensor.obstacles}
         ways[f"{whole}"] = "that whole on each device, the other groups as in 'tensor'"
+        blocked_groups = [group for group in workload.groups if group.name in whole]
+        if all(group.paddable for group in blocked_groups):
+            ways[f"{dict.fromkeys(whole, 'pad')}"] = "that padded with zeros until it divides"
     ways["'auto'"] = "whichever of tensor, hybrid and data leaves the least work on the busiest device"
     return "\n".join([*lines, *(f"  {way}: {what}" for way, what in ways.items())])
 
@@ -176,6 +199,10 @@ def parts_in_words(parts: int, axes: Axes) -> str:
 def quoted(axes: Iterable[str]) -> str:
     """`'fsdp' and 'tensor'`."""
     return " and ".join(map(repr, axes))
+
+
+def _items(number: int) -> str:
+    return f"{number} item{'s' * (number != 1)} or window{'s' * (number != 1)}"
 
 
 def _count(size: int, axis: str) -> str:

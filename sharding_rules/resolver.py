@@ -4,24 +4,25 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from sharding_rules import reasons
+from sharding_rules.batching import Batching
+from sharding_rules.costs import FAIR, Cost, choose_batching
 from sharding_rules.mesh import AnyMesh, auto_mesh
-from sharding_rules.plan import Candidate, Decision, Plan
+from sharding_rules.plan import AUTO, Candidate, Decision, Plan
+from sharding_rules.profiles import DeviceProfile, profile_of
 from sharding_rules.rules import BATCH, AxisRules, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
 from sharding_rules.strategies import (
-    Cost,
     Layout,
     Obstacle,
-    Workload,
     axis_sizes,
-    cost_of,
     describe_mixture,
     enumerate_layouts,
     parameter_specs,
     parts_of,
 )
+from sharding_rules.workload import Workload
 
 STRATEGIES = ("auto", "tensor", "hybrid", "data", "replicate")
-AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
+CHOICES = ("tensor", "pad", "replicate")  # for a single group
 
 _logger = logging.getLogger("sharding_rules")
 _warned: set[tuple[str, tuple[tuple[str, int], ...]]] = set()  # so that a stream of plans warns once
@@ -36,6 +37,8 @@ def resolve(
     strategy: str | Mapping[str, str] = "auto",
     mm_encoder_tp_mode: str | None = None,
     memory_limit: int | None = None,
+    layout: str = "auto",
+    device: str | DeviceProfile | None = None,
     name: str = "encoder",
 ) -> Plan:
     """Decide where every parameter and activation of an encoder goes on a mesh.
@@ -47,12 +50,17 @@ def resolve(
       mesh: Concrete or abstract; Auto or Explicit axes.
       rules: The mesh axes of every logical axis.
       workload: What is to be computed; decides between the layouts that are possible.
-      strategy: "auto" (least work on the busiest device; within 1 % the most divided weights), "tensor" (weights over
-        the whole model axis), "hybrid" (weights over a part of it, the batch over the rest), "data" (weights whole,
-        batch over everything), "replicate" (weights whole, the model axis idle), or `{group: "tensor" | "replicate"}`.
+      strategy: "auto", "tensor" (weights over the whole model axis), "hybrid" (weights over a part of it, the batch
+        over the rest), "data" (weights whole, batch over everything), "replicate" (weights whole, the model axis
+        idle), or `{group: "tensor" | "pad" | "replicate"}`. Auto looks at the layouts in which no device does more
+        than 1.10 times its share of the work (or else at those with the least work on the busiest): it takes the one
+        that divides the weights most, or, with a memory limit, the fastest that fits it.
       mm_encoder_tp_mode: The engines' setting: "weights" is tensor where it divides and auto's choice otherwise,
         "data" is data.
-      memory_limit: Most bytes of parameters on one device.
+      memory_limit: Most bytes of parameters on one device. What fits is then free: time alone decides.
+      layout: Of the batch: "rows" keeps every item whole, "length" spreads the tokens of every item over all parts,
+        "auto" does either, or both at once, by predicted time, and fair to all devices.
+      device: Whose speed predictions are made with: a name in `PROFILES` or a profile; by the mesh where not given.
       name: What the encoder is called in messages.
 
     Returns:
@@ -67,15 +75,21 @@ def resolve(
     _check(parameters, mesh, rules, workload)
     sizes = axis_sizes(parameters)
     mixture = strategy if isinstance(strategy, Mapping) else None
+    profile = profile_of(device, mesh=mesh)
     layouts = enumerate_layouts(auto_mesh(mesh), rules, sizes=sizes, workload=workload, mixture=mixture)
-    specs = [{} if layout.obstacles else parameter_specs(layout, parameters) for layout in layouts]
-    costs = [None if layout.obstacles else cost_of(layout, parameters, workload=workload) for layout in layouts]
+    specs = [{} if option.obstacles else parameter_specs(option, parameters) for option in layouts]
+    costs = [
+        None
+        if option.obstacles
+        else choose_batching(option, parameters, workload=workload, profile=profile, batch_layout=layout)
+        for option in layouts
+    ]
 
-    tensor = [layout for layout in layouts if layout.strategy == "tensor"]
-    tensor_fits = any(not layout.obstacles for layout in tensor)
+    tensor = [option for option in layouts if option.strategy == "tensor"]
+    tensor_fits = any(not option.obstacles for option in tensor)
     by_auto = asked == "auto" and not (mm_encoder_tp_mode == "weights" and tensor_fits)
     pool = AUTO if by_auto else ("tensor",) if asked == "auto" else (asked,)
-    possible = {i: cost for i, cost in enumerate(costs) if cost and layouts[i].strategy in pool}
+    possible = {i: found[1] for i, found in enumerate(costs) if found and layouts[i].strategy in pool}
     if not possible:
         raise IndivisibleAxisError(
             reasons.indivisible_text(
@@ -86,38 +100,39 @@ def resolve(
     if memory_limit is not None and not fitting:
         tried = [(layouts[i], cost) for i, cost in possible.items()]
         raise ValueError(reasons.memory_text(tried, memory_limit=memory_limit, mesh=mesh, name=name))
-    least = min(cost.flops_ratio for cost in fitting.values())
-    chosen = next(i for i, cost in fitting.items() if cost.flops_ratio <= least * reasons.TOLERANCE)
+    enough = max(FAIR, reasons.TOLERANCE * min(cost.flops_ratio for cost in fitting.values()))
+    fair = [i for i, cost in fitting.items() if cost.flops_ratio <= enough]
+    chosen = fair[0] if memory_limit is None else min(fair, key=lambda i: fitting[i].seconds)
 
-    layout, cost = layouts[chosen], fitting[chosen]
+    weights, (batching, cost) = layouts[chosen], costs[chosen] or (Batching(()), fitting[chosen])
     obstacles = tensor[0].obstacles if by_auto and tensor and not tensor_fits else ()
     if obstacles:
-        _warn_once(layout, obstacles, mesh=mesh, name=name)
+        _warn_once(weights, obstacles, mesh=mesh, name=name)
     return Plan(
         encoder=name,
-        mesh=layout.mesh,
         given_mesh=dict(mesh.shape),
-        strategy=layout.strategy,
-        reason=reasons.plan_reason(
-            layout, cost, obstacles=obstacles, by_auto=by_auto, mesh=mesh, units=len(workload.units)
-        ),
-        axes=layout.axes,
+        layout=weights,
+        reason=reasons.plan_reason(weights, cost, obstacles=obstacles, by_auto=by_auto, mesh=mesh),
+        parameters=parameters,
         parameter_specs=specs[chosen],
-        length_parts={group.length_axis: layout.parts(group.length_axis) for group in workload.groups},
+        length_parts={group.length_axis: weights.parts(group.length_axis) for group in workload.groups},
+        batching=batching,
         cost=cost,
-        decisions=tuple(_decisions(layout, rules, mesh=mesh, workload=workload, sizes=sizes)),
+        profile=profile,
+        decisions=tuple(_decisions(weights, batching, rules, mesh=mesh, workload=workload, sizes=sizes)),
         candidates=tuple(
             Candidate(
                 strategy=other.strategy,
                 weight_parts=other.weight_parts,
                 batch_parts=other.parts(BATCH),
-                cost=costs[i],
+                batch_layout=found[0].layout if found else None,
+                cost=found[1] if found else None,
                 chosen=i == chosen,
-                reason=reasons.fate(other, costs[i], chosen=cost, pool=pool, memory_limit=memory_limit)
-                if i != chosen
-                else "chosen",
+                reason=reasons.fate(
+                    other, found and found[1], enough=enough, pool=pool, memory_limit=memory_limit, chosen=i == chosen
+                ),
             )
-            for i, other in enumerate(layouts)
+            for i, (other, found) in enumerate(zip(layouts, costs, strict=True))
         ),
     )
 
@@ -137,14 +152,16 @@ def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Worklo
     if isinstance(strategy, str) or not strategy:
         if strategy not in STRATEGIES:
             known = ", ".join(map(repr, STRATEGIES))
-            raise ValueError(f"strategy={strategy!r} should be one of {known}, or {{group: 'tensor' or 'replicate'}}")
+            raise ValueError(f"strategy={strategy!r} should be one of {known}, or {{group: {' or '.join(map(repr, CHOICES))}}}")
         return "data" if mode == "data" else strategy
     groups = [group.name for group in workload.groups]
     for group, choice in strategy.items():
         if group not in groups:
             raise RulesError(f"strategy names group {group!r}{nearest(group, groups)} (there are {', '.join(groups)})")
-        if choice not in ("tensor", "replicate"):
-            raise ValueError(f"strategy for group {group!r} should be 'tensor' or 'replicate', not {choice!r}")
+        if choice not in CHOICES:
+            raise ValueError(f"strategy for group {group!r} should be {' or '.join(map(repr, CHOICES))}, not {choice!r}")
+        if choice == "pad" and not next(g for g in workload.groups if g.name == group).paddable:
+            raise ValueError(f"group {group!r} cannot be padded: zeros would change what it computes")
     return describe_mixture(strategy)
 
 
@@ -186,20 +203,28 @@ def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, 
 
 
 def _decisions(
-    layout: Layout, rules: AxisRules, *, mesh: AnyMesh, workload: Workload, sizes: Mapping[str, Mapping[int, str]]
+    layout: Layout,
+    batching: Batching,
+    rules: AxisRules,
+    *,
+    mesh: AnyMesh,
+    workload: Workload,
+    sizes: Mapping[str, Mapping[int, str]],
 ) -> Iterator[Decision]:
     """One decision for each group, each other axis of a parameter that the rules let be divided, and the batch."""
 
     def decide(group: str, axis: str, size: int | None, action: str, reason: str) -> Decision:
         went = () if action == "replicated" else layout.axes[axis]
-        return Decision(group, axis, size, went, parts_of(layout.mesh, went), action, reason)
+        padded = size if size is None else layout.padded_size(axis, size)
+        return Decision(group, axis, size, padded, went, parts_of(layout.mesh, went), action, reason)
 
     for group in workload.groups:
         axis = layout.divided.get(group.name)
         if axis == group.axis and axis is not None:
             for size in sizes[axis]:
                 reason = reasons.weight_reason(size, axis, layout, mesh)
-                yield decide(group.name, axis, size, "sharded", reason)
+                action = "sharded" if layout.padded_size(axis, size) == size else "padded and sharded"
+                yield decide(group.name, axis, size, action, reason)
         elif axis is not None:
             yield decide(group.name, axis, None, "tokens sharded", reasons.tokens_reason(group, layout, sizes))
         else:
@@ -212,6 +237,5 @@ def _decisions(
             action = "sharded" if layout.axes[axis] else "replicated"
             for size in sizes.get(axis, ()):
                 yield decide("parameters", axis, size, action, reasons.other_reason(size, axis, layout, rules))
-    units = len(workload.units)
     action = "sharded" if layout.axes[BATCH] else "replicated"
-    yield decide(BATCH, BATCH, units, action, reasons.batch_reason(units, layout.parts(BATCH)))
+    yield decide(BATCH, BATCH, len(workload.tokens), action, reasons.batch_reason(batching))

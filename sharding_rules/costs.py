@@ -1,0 +1,222 @@
+"""What a layout costs: work, memory and traffic of the busiest device, at exact token counts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from sharding_rules.batching import Batching, batchings, deal
+from sharding_rules.profiles import DeviceProfile
+from sharding_rules.rules import BATCH, Parameter
+from sharding_rules.strategies import Layout
+from sharding_rules.workload import Workload
+
+FAIR = 1.10  # times an equal share of the work: as much as a device may do where that can be had
+_FLOAT32_BYTES = 4  # sums over devices, scores and accumulated products
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What devices say to each other for one group.
+
+    Args:
+      group: The group.
+      kind: "all-reduce" or "all-gather".
+      count: How often, over all layers.
+      layers: Layers of the group; above 1 this is once a layer.
+      size_bytes: Of the array that each device holds after one of them.
+      devices: How many take part.
+    """
+
+    group: str
+    kind: str
+    count: int
+    layers: int
+    size_bytes: float
+    devices: int
+
+    @property
+    def moved_bytes(self) -> float:
+        """What each device sends, all of them together: the optimum of a ring."""
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return self.count * rounds * self.size_bytes * (self.devices - 1) / self.devices
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layout costs.
+
+    Args:
+      flops_per_device: FLOPs of the busiest device.
+      flops_ideal: All FLOPs, without padding, over the number of devices.
+      flops_ratio: The first over the second; 1 is a fair share.
+      flops_bound: The least that `flops_ratio` can be with these parts, since units stay whole: ceil(n / D) * D / n
+        for each group of n units over D parts, weighed by its work.
+      units_per_device: Indivisible units in each device's equal share, of the group that has the fewest.
+      padding_ratio: Tokens once every part of the batch is as long as the fullest, over the tokens there are.
+      param_bytes_per_device: Bytes of parameters on each device.
+      activation_bytes_per_device: Bytes of activations that the busiest device holds at once: an estimate, in float32.
+      collectives_per_layer: Collectives in each repeated layer.
+      collective_bytes_per_layer: Bytes of the arrays that they leave on each device.
+      collective_bytes: What each device sends in the whole call.
+      seconds: Predicted time on the profile: the larger of computing and reading the weights, and the collectives.
+    """
+
+    flops_per_device: float
+    flops_ideal: float
+    flops_ratio: float
+    flops_bound: float
+    units_per_device: float
+    padding_ratio: float
+    param_bytes_per_device: int
+    activation_bytes_per_device: float
+    collectives_per_layer: int
+    collective_bytes_per_layer: float
+    collective_bytes: float
+    seconds: float
+
+
+def choose_batching(
+    layout: Layout,
+    parameters: Mapping[str, Parameter],
+    *,
+    workload: Workload,
+    profile: DeviceProfile,
+    batch_layout: str = "auto",
+) -> tuple[Batching, Cost]:
+    """The batching of the least predicted time among those that give no device more than its fair share of the work.
+
+    Args:
+      layout: A possible layout of the weights.
+      parameters: Names and shapes, by path.
+      workload: The items.
+      profile: Of the devices.
+      batch_layout: "auto", "rows" or "length".
+
+    Returns:
+      The batching and its cost. Where none is fair, the time counts among those with the least work on a device.
+    """
+    found = [
+        (batching, cost_of(layout, parameters, workload=workload, batching=batching, profile=profile))
+        for batching in batchings(workload.item_flops, layout.parts(BATCH), layout=batch_layout)
+    ]
+    limit = max(FAIR, 1.001 * min(cost.flops_ratio for _, cost in found))
+    return min((pair for pair in found if pair[1].flops_ratio <= limit), key=lambda pair: pair[1].seconds)
+
+
+def cost_of(
+    layout: Layout,
+    parameters: Mapping[str, Parameter],
+    *,
+    workload: Workload,
+    batching: Batching,
+    profile: DeviceProfile,
+) -> Cost:
+    """What a layout costs with the items on its parts in a given way.
+
+    Args:
+      layout: A possible layout of the weights.
+      parameters: Names and shapes, by path.
+      workload: The items and the groups.
+      batching: Where the items go.
+      profile: Of the devices.
+    """
+    dtype = np.dtype(next((parameter.dtype for parameter in parameters.values()), "float32"))
+    batch_parts = len(batching.rows)
+    flops, live = np.zeros(batch_parts), np.zeros(batch_parts)
+    bound, units_per_device = 0.0, math.inf
+    for group in workload.groups:
+        load = _Load(workload.tokens, batching, unit=group.unit)
+        parts, waste = layout.group_parts(group.name), 1 + layout.waste(group.axis)
+        by_tokens = layout.divided.get(group.name) == group.length_axis
+        # tokens are divided by whole units; weights evenly, their padding included
+        share = waste / parts if not by_tokens else np.ceil(load.units / parts) / np.maximum(load.units, 1)
+        flops += share * load.of(group.flops)
+        live = np.maximum(live, share * load.of(group.live or (0.0,) * len(workload.tokens)))
+        units, pieces = int(load.units.sum()), batch_parts * (parts if by_tokens else 1)
+        if work := math.fsum(group.flops):
+            bound += work * (1 if by_tokens else waste / parts) * math.ceil(units / pieces) / units
+            units_per_device = min(units_per_device, units / pieces)
+    tokens = _Load(workload.tokens, batching, unit=1)
+    ideal = math.fsum(workload.item_flops) / layout.mesh.size
+    busiest = float(flops.max(initial=0.0))
+    param_bytes = sum(
+        np.dtype(parameter.dtype).itemsize
+        * math.prod(layout.shape(parameter))
+        // math.prod(layout.parts(name) for name in parameter.axes)
+        for parameter in parameters.values()
+    )
+    exchanged = collectives(layout, workload=workload, batching=batching, dtype=dtype)
+    repeated = [one for one in exchanged if one.layers > 1]
+    moved = math.fsum(one.moved_bytes for one in exchanged)
+    return Cost(
+        flops_per_device=busiest,
+        flops_ideal=ideal,
+        flops_ratio=busiest / ideal if ideal else 1.0,
+        flops_bound=bound / ideal if ideal else 1.0,
+        units_per_device=units_per_device if ideal else 0.0,
+        padding_ratio=tokens.fullest * batch_parts / sum(workload.tokens) if sum(workload.tokens) else 1.0,
+        param_bytes_per_device=param_bytes,
+        activation_bytes_per_device=_FLOAT32_BYTES * float(live.max(initial=0.0)),
+        collectives_per_layer=len(repeated),
+        collective_bytes_per_layer=math.fsum(one.size_bytes for one in repeated),
+        collective_bytes=moved,
+        seconds=max(profile.compute_seconds(busiest, dtype), profile.read_seconds(param_bytes))
+        + profile.collective_seconds(moved, sum(one.count for one in exchanged)),
+    )
+
+
+def collectives(
+    layout: Layout, *, workload: Workload, batching: Batching, dtype: DTypeLike
+) -> tuple[Collective, ...]:
+    """What devices say to each other in one call.
+
+    Args:
+      layout: A possible layout of the weights.
+      workload: The items and the groups.
+      batching: Where the items go.
+      dtype: Of activations.
+    """
+    itemsize, batch_parts = np.dtype(dtype).itemsize, len(batching.rows)
+    load = _Load(workload.tokens, batching, unit=1)
+    spread = sum(workload.tokens[item] for item in batching.spread)
+    found = []
+    for group in workload.groups:
+        parts = layout.group_parts(group.name)
+        by_tokens = layout.divided.get(group.name) == group.length_axis
+        # what is gathered over all parts of the batch does not come back to the model axis once more
+        tokens = load.fullest_whole if group.shared else load.fullest
+        if by_tokens and parts > 1 and group.returned and tokens:
+            size = tokens * group.returned * itemsize
+            found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, parts))
+        if not by_tokens and parts > 1 and group.summed:
+            size = load.fullest * group.summed * _FLOAT32_BYTES
+            found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
+        if spread and group.shared:
+            size = spread * group.shared * itemsize / (1 if by_tokens else parts)
+            devices = batch_parts * (parts if by_tokens else 1)
+            found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, devices))
+    return tuple(found)
+
+
+class _Load:
+    """Indivisible units on each part of the batch."""
+
+    def __init__(self, tokens: Sequence[int], batching: Batching, *, unit: int):
+        self.batching = batching
+        self.each = np.ceil(np.asarray(tokens, float) / unit)
+        self.dealt = deal([int(self.each[item]) for item in batching.spread], len(batching.rows))
+        whole = np.array([sum(self.each[item] for item in row) for row in batching.rows])
+        self.units = whole + self.dealt.sum(axis=0)
+        self.fullest_whole = float(whole.max(initial=0.0))
+        self.fullest = self.fullest_whole + float(self.dealt.sum(axis=0).max(initial=0))
+
+    def of(self, amounts: Sequence[float]) -> np.ndarray:
+        """What each part gets of some amount that every item has."""
+        whole = np.array([math.fsum(amounts[item] for item in row) for row in self.batching.rows])
+        spread = list(self.batching.spread)
+        a_unit = np.asarray(amounts, float)[spread] / np.maximum(self.each[spread], 1)
+        got: np.ndarray = whole + a_unit @ self.dealt
+        return got
