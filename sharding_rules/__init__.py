@@ -7,15 +7,18 @@ the reasons.
 
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
+from sharding_rules.profiles import PROFILES, DeviceProfile
 from sharding_rules.resolver import resolve
 from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
 from sharding_rules.strategies import Cost, GroupWork, Workload
 
 __all__ = [
+    "PROFILES",
     "AxisRules",
     "Candidate",
     "Cost",
     "Decision",
+    "DeviceProfile",
     "GroupWork",
     "IndivisibleAxisError",
     "Parameter",
