@@ -9,16 +9,19 @@ from sharding_rules.batching import Batching, deal
 from sharding_rules.costs import Cost
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
+from sharding_rules.profiles import PROFILES, DeviceProfile
 from sharding_rules.resolver import resolve
 from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
 from sharding_rules.workload import GroupWork, Workload
 
 __all__ = [
+    "PROFILES",
     "AxisRules",
     "Batching",
     "Candidate",
     "Cost",
     "Decision",
+    "DeviceProfile",
     "GroupWork",
     "IndivisibleAxisError",
     "Parameter",
