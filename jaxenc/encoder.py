@@ -25,12 +25,13 @@ from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.layers.parameters import flatten
 from jaxenc.models import EncoderConfig, abstract_module
 from jaxenc.packing import Batch, Budget
-from sharding_rules import Plan
+from sharding_rules import Batching, Plan
 
 logger = logging.getLogger("jaxenc")
 
 Params = dict[str, Any]
 OnError = Literal["raise", "skip"]
+BatchLayout = Literal["auto", "rows", "length"]
 PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
 
 
@@ -93,6 +94,7 @@ class Encoder:
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self.budgets = self._ladder(budgets)
+        self._ranked = {budget: self._seconds(budget) for budget in self.budgets}
         self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
@@ -109,6 +111,7 @@ class Encoder:
         videos: Iterable[Any] | None = None,
         audio: Iterable[Any] | None = None,
         on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
         out_sharding: Sharding | None = None,
     ) -> list[Any]:
         """Encodes pictures, videos or recordings.
@@ -118,6 +121,8 @@ class Encoder:
             videos: paths, or (frames [n, height, width, 3], frames a second).
             audio: paths, or (samples, samples a second), or 16 kHz samples.
             on_error: "raise" stops at the first bad one; "skip" logs it and puts None in its place.
+            layout: "rows" keeps every item on one part of the batch, "length" spreads the tokens of every item over
+                all of them, "auto" does what is predicted to be fastest; the numbers are the same.
             out_sharding: where the results shall live; on the host where not given.
 
         Returns:
@@ -127,7 +132,7 @@ class Encoder:
             InputError: names the bad one and what is wrong with it.
         """
         sources = self._read(images=images, videos=videos, audio=audio, on_error=on_error)
-        return self._encode_groups(sources, out_sharding=out_sharding)
+        return self._encode_groups(sources, layout=layout, out_sharding=out_sharding)
 
     def preprocess(
         self,
@@ -162,15 +167,21 @@ class Encoder:
         ]
 
     def encode_items(
-        self, items: Sequence[Item], *, on_error: OnError = "raise", out_sharding: Sharding | None = None
+        self,
+        items: Sequence[Item],
+        *,
+        on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
+        out_sharding: Sharding | None = None,
     ) -> list[Any]:
         """Encodes preprocessed items; see `encode`."""
-        return self._encode_groups(self._checked([[item] for item in items], on_error), out_sharding=out_sharding)
+        groups = self._checked([[item] for item in items], on_error)
+        return self._encode_groups(groups, layout=layout, out_sharding=out_sharding)
 
     # --- the pieces of it
 
-    def pack(self, items: Sequence[Item]) -> Batch:
-        """One batch of all items.
+    def pack(self, items: Sequence[Item], *, layout: BatchLayout = "auto") -> Batch:
+        """One batch of all items; for the layout see `encode`.
 
         Raises:
             InputError: there are none, or they do not fit in the largest budget; names both sizes.
@@ -178,13 +189,13 @@ class Encoder:
         if not items:
             raise InputError("pack: there are no items")
         self._checked([[item] for item in items], "raise")
-        batches = list(self._batches(items))
+        batches = list(self._batches(items, layout))
         if len(batches) != 1:
             tokens = sum(sum(self.config.pieces(item)) for item in items)
-            largest = self.budgets[-1]
+            largest = max(self.budgets, key=lambda budget: budget.tokens)
             raise InputError(
                 f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is "
-                f"{largest.rows} rows of {largest.length} tokens. Pack fewer, use encode_items, or load with budgets="
+                f"{largest.rows} rows of {largest.row} tokens. Pack fewer, use encode_items, or load with budgets="
             )
         return batches[0][1]
 
@@ -253,18 +264,44 @@ class Encoder:
     # --- private
 
     def _ladder(self, given: Sequence[Budget] | None) -> tuple[Budget, ...]:
-        rows, parts, unit = self.plan.rows_parts, self.plan.length_parts, self.config.unit
+        config, rows, parts = self.config, self.plan.rows_parts, self.plan.length_parts
         if given is None:
-            return packing.budgets(self.config.lengths(), self.config.length_axes, rows=rows, parts=parts)
+            return packing.budgets(
+                config.lengths(),
+                partial(config.token_axes, parts=parts),
+                rows=rows,
+                parts=parts,
+                window=config.window,
+                unit=config.unit,
+            )
         for budget in given:
-            axes = self.config.length_axes(budget.length)
-            if budget.rows % rows or budget.length % unit or not packing.divides(axes, parts):
+            axes = config.token_axes(budget, parts)
+            share = config.unit if config.window is None else budget.folds(config.window)[1] or 1
+            if (
+                budget.rows % rows
+                or budget.length % config.unit
+                or budget.spread % share
+                or not packing.divides(axes, parts)
+            ):
                 shared = ", ".join(f"{axis} {axes[axis]} over {n}" for axis, n in parts.items() if n > 1)
                 raise ValueError(
-                    f"{budget} does not divide on this plan: rows must be a multiple of {rows}, "
-                    f"the length of {unit}{shared and ', and of what divides ' + shared}"
+                    f"{budget} does not divide on this plan: rows must be a multiple of {rows}, the length of "
+                    f"{config.unit}, spread of {share}{shared and ', and of what divides ' + shared}"
                 )
         return tuple(sorted(given))
+
+    def _seconds(self, budget: Budget) -> float:
+        """The predicted time of a budget's program, whatever is in it."""
+        rows, parts = budget.rows, self.plan.rows_parts
+        whole = self.config.workload((budget.length,)).tokens if budget.length else ()
+        items = (budget.length,) * (rows if whole else 0) + ((rows * budget.spread,) if budget.spread else ())
+        workload = self.config.workload(items)
+        share = len(whole) * rows // parts  # of the pieces that lie in rows
+        batching = Batching(
+            tuple(tuple(range(part * share, (part + 1) * share)) for part in range(parts)),
+            tuple(range(parts * share, len(workload.tokens))),
+        )
+        return self.plan.predict(workload, batching).seconds
 
     def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
         given = {kind: sources for kind, sources in kinds.items() if sources is not None}
@@ -302,7 +339,9 @@ class Encoder:
             group if group is None else _attempt(partial(check, i, group), on_error) for i, group in enumerate(groups)
         ]
 
-    def _encode_groups(self, groups: Sequence[Sequence[Item] | None], *, out_sharding: Sharding | None) -> list[Any]:
+    def _encode_groups(
+        self, groups: Sequence[Sequence[Item] | None], *, layout: BatchLayout, out_sharding: Sharding | None
+    ) -> list[Any]:
         items = [item for group in groups if group is not None for item in group]
         sizes = list(map(self.config.output_rows, items))
         results: dict[int, np.ndarray] = {}
@@ -313,7 +352,7 @@ class Encoder:
             rows, slots = running.popleft()
             packing.unpack(_to_host(rows), slots, results, sizes)
 
-        for budget, batch in self._batches(items):
+        for budget, batch in self._batches(items, layout):
             running.append((self._dispatch(budget, batch), batch.rows))
             if len(running) > 1:
                 collect()
@@ -327,11 +366,17 @@ class Encoder:
             out.append(rows_of if rows_of is None or out_sharding is None else jax.device_put(rows_of, out_sharding))
         return out
 
-    def _batches(self, items: Sequence[Item]) -> Iterable[tuple[Budget, Batch]]:
-        pieces = list(map(self.config.pieces, items))
-        names = [item.name or f"item {i}" for i, item in enumerate(items)]
-        for budget, placed in packing.pack(pieces, self.budgets, window=self.config.window, names=names):
-            yield budget, self.config.layout(items, placed, budget)
+    def _batches(self, items: Sequence[Item], layout: BatchLayout) -> Iterable[tuple[Budget, Batch]]:
+        packed = packing.pack(
+            list(map(self.config.pieces, items)),
+            self._ranked,
+            window=self.config.window,
+            units=list(map(self.config.item_unit, items)),
+            names=[item.name or f"item {i}" for i, item in enumerate(items)],
+            layout=layout,
+        )
+        for budget, placed in packed:
+            yield budget, self.config.layout(items, placed, budget, self.plan.length_parts)
 
     @property
     def _mesh(self) -> Mesh:
@@ -350,7 +395,7 @@ class Encoder:
         if budget not in self.compiled:
             inputs = {
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-                for name, array in self.config.layout((), (), budget).inputs.items()
+                for name, array in self.config.layout((), (), budget, self.plan.length_parts).inputs.items()
             }
             # the plan's own mesh, whatever mesh the caller has set around this
             with jax.set_mesh(self._mesh):

@@ -28,7 +28,7 @@ from jaxenc.models import (
 )
 from jaxenc.packing import Budget
 from jaxenc.rules import default_rules
-from sharding_rules import AxisRules, Parameter, Plan, make_mesh, resolve
+from sharding_rules import AxisRules, DeviceProfile, Parameter, Plan, make_mesh, resolve
 
 
 def load(
@@ -41,6 +41,7 @@ def load(
     rules: AxisRules | None = None,
     mm_encoder_tp_mode: str | None = None,
     memory_limit: int | None = None,
+    device: str | DeviceProfile | None = None,
     precision: str = "ieee",
     budgets: Sequence[Budget] | None = None,
     revision: str | None = None,
@@ -53,10 +54,12 @@ def load(
         mesh: devices; the first device alone where not given. See `jaxenc.make_mesh`.
         tower: "vision" or "audio", where the checkpoint has both.
         dtype: of parameters and products, float32 or bfloat16; as stored where not given (float32 for other types).
-        strategy: "auto", "tensor", "hybrid", "data", "replicate", or a dict of group -> "tensor" | "replicate".
+        strategy: "auto", "tensor", "hybrid", "data", "replicate", or a dict of group -> "tensor" | "pad" |
+            "replicate".
         rules: which mesh axes the logical axes may use; `jaxenc.default_rules(mesh)` where not given.
         mm_encoder_tp_mode: the engines' setting, "weights" or "data".
-        memory_limit: bytes of parameters a device may hold.
+        memory_limit: bytes of parameters a device may hold; what fits is then free, and the fastest layout is taken.
+        device: whose speed is predicted: "h100", "tpu_v5e", ... or a `DeviceProfile`; as the mesh's where not given.
         precision: of float32 products: "ieee", or "tf32" where the hardware has it.
         budgets: shapes that batches can have.
         revision: of a hub repository.
@@ -81,6 +84,7 @@ def load(
         rules=rules,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
         memory_limit=memory_limit,
+        device=device,
     )
     targets = {
         path: Target(parameter.shape, dtype, plan.sharding(path))
@@ -108,6 +112,7 @@ def from_config(
     rules: AxisRules | None = None,
     mm_encoder_tp_mode: str | None = None,
     memory_limit: int | None = None,
+    device: str | DeviceProfile | None = None,
     precision: str = "ieee",
     budgets: Sequence[Budget] | None = None,
 ) -> Encoder:
@@ -123,6 +128,7 @@ def from_config(
         rules: see `load`.
         mm_encoder_tp_mode: see `load`.
         memory_limit: see `load`.
+        device: see `load`.
         precision: see `load`.
         budgets: see `load`.
 
@@ -144,6 +150,7 @@ def from_config(
         rules=rules,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
         memory_limit=memory_limit,
+        device=device,
     )
 
     params = {}
@@ -166,6 +173,8 @@ def plan(
     rules: AxisRules | None = None,
     mm_encoder_tp_mode: str | None = None,
     memory_limit: int | None = None,
+    layout: str = "auto",
+    device: str | DeviceProfile | None = None,
 ) -> Plan:
     """What `load` would decide, without weights and without devices.
 
@@ -181,6 +190,8 @@ def plan(
         rules: see `load`.
         mm_encoder_tp_mode: see `load`.
         memory_limit: see `load`.
+        layout: of the batch: "auto", "rows" or "length"; see `Encoder.encode`.
+        device: see `load`; an H100 where there are no devices.
 
     Returns:
         The plan: print it.
@@ -204,6 +215,8 @@ def plan(
         rules=rules,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
         memory_limit=memory_limit,
+        device=device,
+        layout=layout,
         batch=batch,
         tokens=tokens,
     )
@@ -296,6 +309,8 @@ def _plan(
     rules: AxisRules | None,
     mm_encoder_tp_mode: str | None,
     memory_limit: int | None,
+    device: str | DeviceProfile | None,
+    layout: str = "auto",
     batch: int | None = None,
     tokens: int | None = None,
 ) -> Plan:
@@ -309,6 +324,8 @@ def _plan(
         strategy=strategy,
         mm_encoder_tp_mode=mm_encoder_tp_mode,
         memory_limit=memory_limit,
+        layout=layout,
+        device=device,
         name=config.family,
     )
 

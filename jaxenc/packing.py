@@ -55,7 +55,7 @@ class Budget:
 
     def holds(self, layout: str) -> bool:
         """Whether a call with `layout` can use it: "rows" spreads nothing, "length" all."""
-        return layout == "auto" or (self.spread if layout == "rows" else self.length) == 0
+        return layout == "auto" or self.rows == 1 or (self.spread if layout == "rows" else self.length) == 0
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,13 @@ def unpack(
         held = slots.item == item
         target = results.setdefault(int(item), np.empty((sizes[item], out.shape[-1]), out.dtype))
         target[slots.index[held]] = out[held]
+
+
+def fold(segments: Int[np.ndarray, "b n"], budget: Budget, window: int | None) -> Int[np.ndarray, "folds s"]:
+    """The segments of a batch's spread part, fold by fold, the share of each row after that of the one before."""
+    folds, length = budget.folds(window)
+    spread = segments[:, budget.length :].reshape(budget.rows, folds, length)
+    return np.ascontiguousarray(spread.swapaxes(0, 1).reshape(folds, budget.rows * length))
 
 
 def divides(sizes: Mapping[str, int], parts: Mapping[str, int]) -> bool:
@@ -297,8 +304,11 @@ def _place(bins: Sequence[_Bin], budget: Budget, window: int | None) -> tuple[li
     """Bins (longest first) onto the emptiest row they fit in, or else over all rows; and those that fit nowhere."""
     used, spread = [0] * budget.rows, _Spread(budget, window)
     placed: list[Placed] = []
-    left = []
-    for one in bins:
+    left: list[_Bin] = []
+    room, smallest = budget.tokens, min(one.tokens for one in bins)
+    for i, one in enumerate(bins):
+        if room < smallest:
+            return placed, [*left, *bins[i:]]
         row = min(range(budget.rows), key=used.__getitem__)
         if used[row] + one.size <= budget.length:
             placed += one.cut(0, one.tokens, row=row, offset=used[row])
@@ -307,6 +317,8 @@ def _place(bins: Sequence[_Bin], budget: Budget, window: int | None) -> tuple[li
             placed += spread.add(one)
         else:
             left.append(one)
+            continue
+        room -= one.tokens
     return placed, left
 
 

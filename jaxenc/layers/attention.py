@@ -15,20 +15,23 @@ QUERY_BLOCK = 1024
 
 def segment_attention(
     query: Float[Array, "b n heads head_dim"],
-    key: Float[Array, "b n heads head_dim"],
-    value: Float[Array, "b n heads head_dim"],
-    segments: Int[Array, "b n"],
+    key: Float[Array, "b s heads head_dim"],
+    value: Float[Array, "b s heads head_dim"],
+    query_segments: Int[Array, "b n"],
+    key_segments: Int[Array, "b s"],
 ) -> Float[Array, "b n heads head_dim"]:
-    """softmax(q k^T / sqrt(head_dim)) v over the tokens that share the query's segment (Vaswani et al., 2017).
+    """softmax(q k^T / sqrt(head_dim)) v over the keys that share the query's segment (Vaswani et al., 2017).
 
-    Scores and softmax are float32. Padding is a segment of its own, so every row has something to attend to. Scores
-    are made for 1,024 queries at a time: 16,384 tokens need 1 GB for 16 heads, not 17.
+    Scores and softmax are float32. Padding is a segment of its own, and a query's own token is among the keys, so every
+    query has something to attend to. Scores are made for 1,024 queries at a time: 16,384 tokens need 1 GB for 16
+    heads, not 17.
 
     Args:
         query: of the compute dtype.
         key: the same.
         value: the same.
-        segments: a number for each token; tokens attend where it is equal.
+        query_segments: a number for each query; it attends where the key's is equal.
+        key_segments: a number for each key.
 
     Returns:
         One vector a query, in the compute dtype.
@@ -40,18 +43,18 @@ def segment_attention(
     def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         queries, own = block
         scores = jnp.einsum("bhqk,bhsk->bhqs", queries, key, preferred_element_type=jnp.float32) * k**-0.5
-        same = own[:, None, :, None] == segments[:, None, None, :]
+        same = own[:, None, :, None] == key_segments[:, None, None, :]
         weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1)
         return jnp.einsum(
             "bhqs,bhsk->bhqk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
         ).astype(value.dtype)
 
     if n <= QUERY_BLOCK or n % QUERY_BLOCK:
-        y = attend((q, segments))
+        y = attend((q, query_segments))
     else:
         blocks = n // QUERY_BLOCK
         q_blocks = jnp.moveaxis(q.reshape(b, h, blocks, QUERY_BLOCK, k), 2, 0)
-        own_blocks = jnp.moveaxis(segments.reshape(b, blocks, QUERY_BLOCK), 1, 0)
+        own_blocks = jnp.moveaxis(query_segments.reshape(b, blocks, QUERY_BLOCK), 1, 0)
         y = jnp.moveaxis(jax.lax.map(attend, (q_blocks, own_blocks)), 0, 2).reshape(b, h, n, k)
     return jnp.swapaxes(y, 1, 2)
 
@@ -94,6 +97,7 @@ class Attention(nnx.Module):
         x: Float[Array, "b n embed"],
         *,
         segments: Int[Array, "b n"],
+        spread: Int[Array, "folds s"] | None,
         rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
         window: int | None,
         shard: Shard,
@@ -103,6 +107,8 @@ class Attention(nnx.Module):
         Args:
             x: tokens.
             segments: which tokens belong together.
+            spread: where the last tokens of every row belong to items that are spread over all rows, their segments:
+                fold by fold, the share of each row after that of the one before.
             rotary: cosines and sines of the pairs' angles, or none.
             window: where no segment crosses a multiple of this many tokens, the row is folded into that many
                 independent rows, and no score between two of them is computed.
@@ -121,8 +127,46 @@ class Attention(nnx.Module):
             )
         if rotary is not None:
             query, key = rotate_pairs(query, *rotary), rotate_pairs(key, *rotary)
-        b, n = segments.shape
-        fold = (b * (n // window), window) if window else (b, n)
-        rows = (array.reshape(*fold, *array.shape[2:]) for array in (query, key, value, segments))
-        y = segment_attention(*rows).reshape(query.shape)
-        return self.out(shard(y, "batch", "length", "heads", "head_dim"))
+        whole = x.shape[1] - (0 if spread is None else spread.size // x.shape[0])
+        y = []
+        if whole:
+            y.append(_attend_in_rows(*(part[:, :whole] for part in (query, key, value, segments)), window=window))
+        if spread is not None:
+            own = (part[:, whole:] for part in (query, key, value, segments))
+            y.append(_attend_over_rows(*own, spread=spread, shard=shard))
+        return self.out(shard(jnp.concatenate(y, axis=1), "batch", "length", "heads", "head_dim"))
+
+
+def _attend_in_rows(
+    query: Float[Array, "b n heads head_dim"],
+    key: Float[Array, "b n heads head_dim"],
+    value: Float[Array, "b n heads head_dim"],
+    segments: Int[Array, "b n"],
+    *,
+    window: int | None,
+) -> Float[Array, "b n heads head_dim"]:
+    """Every row by itself, and every window of it."""
+    b, n = segments.shape
+    fold = (b * (n // window), window) if window else (b, n)
+    q, k, v, own = (array.reshape(*fold, *array.shape[2:]) for array in (query, key, value, segments))
+    return segment_attention(q, k, v, own, own).reshape(query.shape)
+
+
+def _attend_over_rows(
+    query: Float[Array, "b n heads head_dim"],
+    key: Float[Array, "b n heads head_dim"],
+    value: Float[Array, "b n heads head_dim"],
+    segments: Int[Array, "b n"],
+    *,
+    spread: Int[Array, "folds s"],
+    shard: Shard,
+) -> Float[Array, "b n heads head_dim"]:
+    """Each row's queries meet the keys of all rows: keys and values are gathered, together, and nothing else moves."""
+    rows, folds = query.shape[0], spread.shape[0]
+    both = jnp.stack([key, value], axis=2)
+    folded = both.reshape(rows, folds, -1, *both.shape[2:])
+    folded = shard(folded, None, None, None, None, "heads", "head_dim")
+    keys, values = jnp.moveaxis(jnp.moveaxis(folded, 0, 1).reshape(folds, -1, *both.shape[2:]), 2, 0)
+    own = (array.reshape(rows, folds, -1, *array.shape[2:]) for array in (query, segments))
+    attend = jax.vmap(lambda q, s: segment_attention(q, keys, values, s, spread))
+    return attend(*own).reshape(query.shape)

@@ -1,5 +1,8 @@
 """The one transformer stack: pre-norm blocks with stacked parameters, scanned."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +13,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxenc.layers.attention import Attention
+from jaxenc.layers.attention import QUERY_BLOCK, Attention
 from jaxenc.layers.mlp import MLP, Activation
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard
+from sharding_rules import GroupWork
+
+# XLA's cost analysis counts the body of a scan once: programs that are only counted are traced without scans
+_unrolled: ContextVar[bool] = ContextVar("_unrolled", default=False)
+
+
+@contextmanager
+def unrolled() -> Iterator[None]:
+    """Programs traced within have a copy of the block for every layer."""
+    token = _unrolled.set(True)
+    try:
+        yield
+    finally:
+        _unrolled.reset(token)
 
 
 @dataclass(frozen=True)
@@ -42,14 +59,38 @@ class TransformerConfig:
     fused_qkv: bool
     key_bias: bool = True
 
-    def attention_flops(self, tokens: int) -> float:
-        """FLOPs of all attention layers over one segment of `tokens` tokens (two a multiply-add)."""
-        width = self.heads * self.head_dim
-        return self.layers * (8.0 * tokens * self.embed * width + 4.0 * tokens * tokens * width)
+    def work(self, tokens: Sequence[int], *, unit: int = 1) -> tuple[GroupWork, GroupWork]:
+        """The work of attention and MLPs over segments of so many tokens (two FLOPs a multiply-add).
 
-    def mlp_flops(self, tokens: int) -> float:
-        """FLOPs of all MLPs over `tokens` tokens."""
-        return self.layers * 4.0 * tokens * self.embed * self.mlp
+        Args:
+            tokens: of each segment.
+            unit: tokens that stay together where a segment is spread over devices.
+        """
+        c, width = self, self.heads * self.head_dim
+        attention = GroupWork(
+            "attention",
+            "heads",
+            "length",
+            tuple(c.layers * (8.0 * n * c.embed * width + 4.0 * n * n * width) for n in tokens),
+            unit=unit,
+            layers=c.layers,
+            paddable=True,
+            summed=c.embed,
+            shared=2 * width,
+            live=tuple(n * (2.0 * c.embed + 4.0 * width) + 2.0 * c.heads * min(n, QUERY_BLOCK) * n for n in tokens),
+        )
+        mlp = GroupWork(
+            "mlp",
+            "mlp",
+            "length",
+            tuple(c.layers * 4.0 * n * c.embed * c.mlp for n in tokens),
+            unit=unit,
+            layers=c.layers,
+            paddable=True,
+            summed=c.embed,
+            live=tuple(2.0 * n * (c.embed + c.mlp) for n in tokens),
+        )
+        return attention, mlp
 
 
 class Block(nnx.Module):
@@ -68,12 +109,14 @@ class Block(nnx.Module):
         x: Float[Array, "b n embed"],
         *,
         segments: Int[Array, "b n"],
+        spread: Int[Array, "folds s"] | None,
         rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
         window: int | None,
         shard: Shard,
     ) -> Float[Array, "b n embed"]:
-        """One step of the residual stream."""
-        x = x + self.attention(self.attention_norm(x), segments=segments, rotary=rotary, window=window, shard=shard)
+        """One step of the residual stream; for the arguments see `Attention`."""
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, segments=segments, spread=spread, rotary=rotary, window=window, shard=shard)
         x = shard(x, "batch", "length", "embed")
         x = x + self.mlp(self.mlp_norm(x), length="length", shard=shard)
         return shard(x, "batch", "length", "embed")
@@ -94,6 +137,7 @@ def run_blocks(
     x: Float[Array, "b n embed"],
     *,
     segments: Int[Array, "b n"],
+    spread: Int[Array, "folds s"] | None,
     shard: Shard,
     rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None = None,
     window: int | None = None,
@@ -105,6 +149,7 @@ def run_blocks(
         blocks: what `stacked_blocks` made.
         x: tokens.
         segments: which tokens belong together.
+        spread: see `Attention`.
         shard: constrains activations by name.
         rotary: cosines and sines of the rotary pairs.
         window: see `Attention`.
@@ -125,8 +170,9 @@ def run_blocks(
     ) -> tuple[tuple[jax.Array, jax.Array | None], None]:
         x, kept = carry
         state, slot = layer
-        x = nnx.merge(graph, state)(x, segments=segments, rotary=rotary, window=window, shard=shard)
+        block = nnx.merge(graph, state)
+        x = block(x, segments=segments, spread=spread, rotary=rotary, window=window, shard=shard)
         return (x, kept if kept is None else kept.at[slot].set(x)), None
 
-    (x, kept), _ = jax.lax.scan(step, (x, kept), (stacked, jnp.asarray(slots)))
+    (x, kept), _ = jax.lax.scan(step, (x, kept), (stacked, jnp.asarray(slots)), unroll=depth if _unrolled.get() else 1)
     return x, {} if kept is None else {layer: kept[slot] for slot, layer in enumerate(capture)}

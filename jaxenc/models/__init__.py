@@ -60,7 +60,10 @@ class EncoderConfig(Protocol):
         """PyTorch's keys for the parameters, by layout."""
 
     def pieces(self, item: Any) -> tuple[int, ...]:
-        """Tokens of each part of an item that cannot be divided."""
+        """Tokens of each part of an item that attends by itself."""
+
+    def item_unit(self, item: Any) -> int:
+        """Tokens of an item that stay together where it is spread over devices."""
 
     def output_rows(self, item: Any) -> int:
         """Rows that come out."""
@@ -71,8 +74,8 @@ class EncoderConfig(Protocol):
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for, ascending."""
 
-    def length_axes(self, length: int) -> Mapping[str, int]:
-        """Size of every token axis in a row of `length` tokens."""
+    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Size of every token axis in a row of a budget, where each axis is divided over so many devices."""
 
     def read(self, kind: str, source: Any, *, name: str) -> Sequence[Item]:
         """The items of one file or array."""
@@ -80,7 +83,9 @@ class EncoderConfig(Protocol):
     def check(self, item: Any) -> None:
         """Raises InputError for an item that this encoder cannot encode."""
 
-    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget) -> Batch:
+    def layout(
+        self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
+    ) -> Batch:
         """The arrays of one batch; of an empty one, their shapes."""
 
 

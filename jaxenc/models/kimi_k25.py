@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import kimi_k25 as keys
+from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
@@ -93,6 +94,7 @@ class Config:
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "patches": ("batch", "stem_length", "patch"),
         "segments": ("batch", "length"),
+        "spread": (None, None),
         "frame": ("batch", "length"),
         "yx": ("batch", "length", None),
         "tap_index": ("batch", "stem_length", None),
@@ -182,36 +184,44 @@ class Config:
         """Tokens of each part that cannot be divided: a clip attends as a whole."""
         return (int(np.prod(item.grid)),)
 
+    def item_unit(self, item: VisionItem) -> int:
+        """Tokens that stay together where an item is spread over devices: those that become one output row."""
+        return item.grid[0] * self.merge**2
+
     def output_rows(self, item: VisionItem) -> int:
         """Rows that come out: h w / merge^2 whatever the number of frames, which are averaged."""
         return item.grid[1] * item.grid[2] // self.merge**2
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group (an item taken as one frame)."""
-        stack, merged = self.transformer, self.merged
-        rows = 1 / self.merge**2
-        return Workload(
-            units=tuple(items),
-            groups=(
-                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, items)), layers=self.layers),
-                GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, items)), layers=self.layers),
-                GroupWork("stem", None, "stem_length", tuple(6.0 * self.patch**2 * self.embed * n for n in items)),
-                GroupWork(
-                    "projector",
-                    "projector_mlp",
-                    "projector_length",
-                    tuple(2.0 * merged * (merged + self.out) * rows * n for n in items),
-                ),
-            ),
+        merged, group = self.merged, self.merge**2
+        stem = GroupWork(
+            "stem",
+            None,
+            "stem_length",
+            tuple(6.0 * self.patch**2 * self.embed * n for n in items),
+            unit=group,
+            returned=self.embed,
+            live=tuple(n * (3.0 * self.patch**2 + self.embed) for n in items),
         )
+        projector = GroupWork(
+            "projector",
+            "projector_mlp",
+            "projector_length",
+            tuple(2.0 * merged * (merged + self.out) * n / group for n in items),
+            unit=group,
+            summed=self.out / group,
+            live=tuple((2.0 * merged + self.out) * n / group for n in items),
+        )
+        return Workload(tuple(items), (*self.transformer.work(items, unit=group), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
         return (256, 512, 1024, 2048, 4096, 8192, 16384, 20480)
 
-    def length_axes(self, length: int) -> Mapping[str, int]:
-        """Size of every token axis in a row of `length` tokens."""
-        return {"length": length, "stem_length": length, "projector_length": length // self.merge**2}
+    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Size of every token axis in a row of a budget."""
+        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.merge**2}
 
     # --- items in, arrays out
 
@@ -261,9 +271,14 @@ class Config:
                 f"multiples of {self.merge}, up to {ROTARY_POSITIONS}"
             )
 
-    def layout(self, items: Sequence[VisionItem], placed: Sequence[Placed], budget: Budget) -> Batch:
-        """Index arrays of one batch: where each patch is, which patches an output row averages."""
-        b, n, group = budget.rows, budget.length, self.merge**2
+    def layout(
+        self, items: Sequence[VisionItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
+    ) -> Batch:
+        """Index arrays of one batch: where each patch is, which patches an output row averages.
+
+        An item's tokens are in the order of the output rows they become, so that any run of whole rows can be apart.
+        """
+        b, n, m, group = budget.rows, budget.row, self.merge, self.merge**2
         tokens, rows = Slots.empty(b, n), Slots.empty(b, n // group)
         arrays = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
@@ -275,12 +290,14 @@ class Config:
             "pool_index": np.zeros((b, n, self.frames), np.int32),
             "pool_weight": np.zeros((b, n, self.frames), np.float32),
         }
-        for segment, place in enumerate(placed, start=1):
+        for segment, place in packing.segments(placed):
             item = items[place.item]
             t, h, w = item.grid
+            grouped = np.arange(t * h * w).reshape(t, h // m, m, w // m, m).transpose(1, 3, 0, 2, 4).ravel()
+            order = grouped[place.start : place.start + place.size]
             at = (place.row, slice(place.offset, place.offset + place.size))
-            frame, y, x = (axis.ravel() for axis in np.indices(item.grid))
-            arrays["patches"][at] = item.patches
+            frame, y, x = np.unravel_index(order, item.grid)
+            arrays["patches"][at] = item.patches[order]
             arrays["segments"][at] = segment
             # row 0 of the temporal table is zero: a single frame gets no temporal term, frame 0 of a clip gets row 1
             arrays["frame"][at] = frame + 1 if t > 1 else 0
@@ -292,14 +309,17 @@ class Config:
             taps = index_y[y][:, :, None] * self.position_w + index_x[x][:, None, :]
             arrays["tap_index"][at] = taps.reshape(-1, 16)
             arrays["tap_weight"][at] = (weight_y[y][:, :, None] * weight_x[x][:, None, :]).reshape(-1, 16)
-            tokens.fill(place.row, place.offset, place.item, np.arange(place.size))
+            tokens.fill(place.row, place.offset, place.item, order)
 
-            m = self.merge
-            grouped = np.arange(h * w).reshape(h // m, m, w // m, m).swapaxes(1, 2).ravel()
-            pooled = (place.row, slice(place.offset, place.offset + h * w))
-            arrays["pool_index"][pooled] = place.offset + grouped[:, None] + np.arange(self.frames) % t * h * w
+            made = place.size // (t * group)  # output rows, each the mean over t frames of group patches
+            pooled = (place.row, slice(place.offset, place.offset + made * group))
+            patch = np.arange(made)[:, None] * t * group + np.arange(group)
+            arrays["pool_index"][pooled] = place.offset + patch.reshape(-1, 1) + np.arange(self.frames) % t * group
             arrays["pool_weight"][pooled] = np.where(np.arange(self.frames) < t, 1 / t, 0)
-            rows.fill(place.row, place.offset // group, place.item, np.arange(h * w // group))
+            first = place.start // (t * group)
+            rows.fill(place.row, place.offset // group, place.item, np.arange(first, first + made))
+        if budget.spread:
+            arrays["spread"] = packing.fold(arrays["segments"], budget, self.window)
         return Batch(arrays, tokens, rows)
 
 
@@ -344,7 +364,15 @@ class KimiK25(nnx.Module):
         x = shard((x + position).astype(dtype), "batch", "length", "embed")
 
         rotary = axial_rotary(inputs["yx"], head_dim=c.head_dim, theta=c.theta, positions=ROTARY_POSITIONS)
-        x, captured = run_blocks(self.layers, x, segments=segments, rotary=rotary, shard=shard, capture=capture)
+        x, captured = run_blocks(
+            self.layers,
+            x,
+            segments=segments,
+            spread=inputs.get("spread"),
+            rotary=rotary,
+            shard=shard,
+            capture=capture,
+        )
 
         x = self.final_norm(x)
         # the mean over frames is taken in float32, and tokens come out grouped as the projector merges them

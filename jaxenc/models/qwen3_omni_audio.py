@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import qwen3_omni_audio as keys
+from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Conv, Linear, conv_flops, conv_length
@@ -84,6 +85,8 @@ class Config:
         "mel": ("batch", "stem_length", None, None),
         "frames": ("batch", "stem_length"),
         "segments": ("batch", "length"),
+        "spread": (None, None),
+        "spread_source": ("batch", None),
     }
 
     @property
@@ -184,14 +187,18 @@ class Config:
         full, rest = divmod(tokens, self.window)
         return (self.window,) * full + ((rest,) if rest else ())
 
+    def item_unit(self, item: AudioItem) -> int:
+        """Tokens that stay together where a window is spread over devices."""
+        return 1
+
     def output_rows(self, item: AudioItem) -> int:
         """Rows that come out: one a token, 13 a second."""
         return self.tokens(item.mel.shape[1])
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group. Windows are independent of each other."""
-        units = tuple(piece for tokens in items for piece in self._windows(tokens))
-        stack, c = self.transformer, self.channels
+        windows = tuple(piece for tokens in items for piece in self._windows(tokens))
+        c = self.channels
         rows, columns = (_halvings(size) for size in (self.mel, self.chunk_frames))
         chunk = (
             conv_flops(1, c, window=9, positions=rows[0] * columns[0])
@@ -199,28 +206,44 @@ class Config:
             + conv_flops(c, c, window=9, positions=rows[2] * columns[2])
             + 2.0 * columns[2] * rows[2] * c * self.embed
         )
-        return Workload(
-            units=units,
-            groups=(
-                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers),
-                GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
-                GroupWork("stem", None, "stem_length", tuple(-(-n // self.chunk_tokens) * chunk for n in units)),
-                GroupWork(
-                    "projector",
-                    "projector_mlp",
-                    "projector_length",
-                    tuple(2.0 * n * self.embed * (self.embed + self.out) for n in units),
-                ),
-            ),
+        chunks = tuple(-(-n // self.chunk_tokens) for n in windows)
+        stem = GroupWork(
+            "stem",
+            None,
+            "stem_length",
+            tuple(n * chunk for n in chunks),
+            unit=self.chunk_tokens,
+            returned=self.embed,
+            shared=self.embed,
+            live=tuple(2.0 * n * c * rows[0] * columns[0] for n in chunks),
         )
+        projector = GroupWork(
+            "projector",
+            "projector_mlp",
+            "projector_length",
+            tuple(2.0 * n * self.embed * (self.embed + self.out) for n in windows),
+            summed=self.out,
+            live=tuple(n * (3.0 * self.embed + self.out) for n in windows),
+        )
+        return Workload(windows, (*self.transformer.work(windows), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for: 1 to 64 windows of 8 seconds."""
         return tuple(self.window << i for i in range(7))
 
-    def length_axes(self, length: int) -> Mapping[str, int]:
-        """Size of every token axis in a row of `length` tokens; the stem's tokens are chunks."""
-        return {"length": length, "stem_length": length // self.chunk_tokens, "projector_length": length}
+    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Size of every token axis in a row of a budget; the stem's tokens are chunks."""
+        stem = sum(self._chunks(budget, parts))
+        return {"length": budget.row, "stem_length": stem, "projector_length": budget.row}
+
+    def _chunks(self, budget: Budget, parts: Mapping[str, int]) -> tuple[int, int]:
+        """Chunks of a row: those of its whole windows, and its share of those of all windows that are spread.
+
+        A device makes whole chunks, while a window's tokens are spread one by one.
+        """
+        share = -(-budget.folds(self.window)[0] * self.window_chunks // budget.rows)
+        devices = parts.get("stem_length", 1)
+        return budget.length // self.chunk_tokens, -(-share // devices) * devices
 
     # --- items in, arrays out
 
@@ -239,27 +262,42 @@ class Config:
                 f"{item.name}: the spectrogram is {item.mel.shape}; this tower reads [{self.mel}, frames >= 1]"
             )
 
-    def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
+    def layout(
+        self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
+    ) -> Batch:
         """One batch: chunks of the spectrogram, how much of each is real, and which tokens share a window."""
-        b, chunks, size = budget.rows, budget.length // self.chunk_tokens, self.chunk_tokens
-        slots = Slots.empty(b, budget.length)
+        b, size, (whole, shared) = budget.rows, self.chunk_tokens, self._chunks(budget, parts)
+        slots = Slots.empty(b, budget.row)
         arrays = {
-            "mel": np.zeros((b, chunks, self.mel, self.chunk_frames), np.float32),
-            "frames": np.zeros((b, chunks), np.int32),
-            "segments": np.zeros((b, budget.length), np.int32),
+            "mel": np.zeros((b, whole + shared, self.mel, self.chunk_frames), np.float32),
+            "frames": np.zeros((b, whole + shared), np.int32),
+            "segments": np.zeros((b, budget.row), np.int32),
         }
-        for segment, place in enumerate(placed, start=1):
+        source = np.zeros((b, budget.spread), np.int32)
+        dealt: dict[tuple[int, int], int] = {}  # chunk of an item -> its turn among the chunks that are spread
+        for segment, place in packing.segments(placed):
             mel = items[place.item].mel
-            for chunk in range(place.size // size):
-                first = (place.piece * self.window_chunks + chunk) * self.chunk_frames
-                frames = mel[:, first : first + self.chunk_frames]
-                slot, offset = place.offset // size + chunk, place.offset + chunk * size
-                arrays["mel"][place.row, slot, :, : frames.shape[1]] = frames
-                arrays["frames"][place.row, slot] = frames.shape[1]
-                made = _after_convolutions(frames.shape[1])
-                arrays["segments"][place.row, offset : offset + made] = segment
-                start = (place.piece * self.window_chunks + chunk) * size
-                slots.fill(place.row, offset, place.item, np.arange(start, start + made))
+            first = place.piece * self.window + place.start
+            tokens = np.arange(first, first + place.size)  # of the item, every chunk counted whole
+            chunks, within = np.divmod(tokens, size)
+            spread = place.offset >= budget.length
+            for chunk in range(chunks[0], chunks[-1] + 1):
+                frames = mel[:, chunk * self.chunk_frames : (chunk + 1) * self.chunk_frames]
+                row, slot = place.row, (place.offset + chunk * size - first) // size
+                if spread:
+                    turn = dealt.setdefault((place.item, chunk), len(dealt))
+                    row, slot = turn % b, whole + turn // b
+                    inside = np.flatnonzero(chunks == chunk)
+                    at = place.offset - budget.length + inside
+                    source[place.row, at] = (row * shared + slot - whole) * size + within[inside]
+                arrays["mel"][row, slot, :, : frames.shape[1]] = frames
+                arrays["frames"][row, slot] = frames.shape[1]
+            real = np.flatnonzero(tokens < self.tokens(mel.shape[1]))
+            arrays["segments"][place.row, place.offset + real] = segment
+            slots.item[place.row, place.offset + real] = place.item
+            slots.index[place.row, place.offset + real] = tokens[real]
+        if budget.spread:
+            arrays |= {"spread": packing.fold(arrays["segments"], budget, self.window), "spread_source": source}
         return Batch(arrays, slots, slots)
 
 
@@ -296,9 +334,22 @@ class Qwen3OmniAudio(nnx.Module):
         Returns:
             Output rows, and the captured blocks' outputs.
         """
-        x = shard(self.stem(inputs["mel"], inputs["frames"], shard=shard), "batch", "length", "embed")
+        c, segments = self.config, inputs["segments"]
+        x = self.stem(inputs["mel"], inputs["frames"], shard=shard)
+        if "spread" in inputs:
+            # a row's share of spread tokens comes from the chunks of all rows
+            source = inputs["spread_source"]
+            whole = segments.shape[1] - source.shape[1]
+            made = shard(x[:, whole:], None, None, "embed").reshape(-1, c.embed)
+            x = jnp.concatenate([shard(x[:, :whole], "batch", "length", "embed"), made[source]], axis=1)
         x, captured = run_blocks(
-            self.layers, x, segments=inputs["segments"], window=self.config.window, shard=shard, capture=capture
+            self.layers,
+            shard(x, "batch", "length", "embed"),
+            segments=segments,
+            spread=inputs.get("spread"),
+            window=c.window,
+            shard=shard,
+            capture=capture,
         )
         x = shard(self.final_norm(x), "batch", "projector_length", "projector_in")
         rows = self.projector(x, length="projector_length", shard=shard)
