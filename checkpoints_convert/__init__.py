@@ -17,6 +17,7 @@ from checkpoints_convert.convert import (
     restore_host,
     save_checkpoint,
     stored_targets,
+    strip_padding,
 )
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.export import export_checkpoint, export_parameters
@@ -46,5 +47,6 @@ __all__ = [
     "restore_host",
     "save_checkpoint",
     "stored_targets",
+    "strip_padding",
     "verify",
 ]

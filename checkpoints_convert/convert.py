@@ -1,7 +1,9 @@
 """From a checkpoint into sharded JAX arrays, and to and from a converted (Orbax) checkpoint on disk."""
 
 import json
+import math
 import os
+from collections.abc import Iterable
 from collections.abc import Mapping as MappingABC
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,11 +30,20 @@ _Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Target:
-    """What one parameter is to become: `sharding` None is the first local device."""
+    """What one parameter is to become.
+
+    Args:
+        shape: Shape of the array on the devices.
+        dtype: Its dtype.
+        sharding: Its sharding; None is the first local device.
+        stored_shape: Shape in the checkpoint, where `shape` is padded with zeros at the end of some dimensions so that
+            it divides over the devices; None for `shape`.
+    """
 
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
     sharding: jax.sharding.Sharding | None = None
+    stored_shape: tuple[int, ...] | None = None
 
 
 def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, Target]) -> dict[str, jax.Array]:
@@ -47,12 +58,13 @@ def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, T
         targets: Every parameter of the mapping, by path.
 
     Returns:
-        Path -> array of the target's shape, dtype and sharding.
+        Path -> array of the target's shape, dtype and sharding; what the checkpoint does not store of it is zero.
 
     Raises:
         CheckpointError: With every problem of the checkpoint in one report; nothing has been read then.
     """
-    problems = mapping.check(source, {path: target.shape for path, target in targets.items()})
+    problems = _padding_problems(targets)
+    problems += mapping.check(source, {path: _stored_shape(target) for path, target in targets.items()})
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower asked for", problems)
     loaded: dict[str, jax.Array] = {}
@@ -61,6 +73,29 @@ def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, T
             array = _read(source, mapping, path, target, pool)
             loaded[path] = jax.block_until_ready(array)  # type: ignore[no-untyped-call]
     return loaded
+
+
+def strip_padding(params: MappingABC[str, jax.Array], shapes: MappingABC[str, tuple[int, ...]]) -> dict[str, jax.Array]:
+    """Cuts parameters to the shapes that checkpoints store, the inverse of what a target's `stored_shape` does.
+
+    Args:
+        params: Path -> array, of any sharding. Those that have their stored shape already are returned as they are.
+        shapes: The stored shape of every parameter, by path.
+
+    Returns:
+        Path -> array of the stored shape. Where a dimension that is cut was sharded, another is, one that divides; if
+        there is none, that dimension is replicated.
+
+    Raises:
+        CheckpointError: With every parameter that has no stored shape, or one that is not within its own.
+    """
+    problems = [f"{path}: its stored shape is not given" for path in params.keys() - shapes.keys()]
+    problems += _padding_problems(
+        {path: Target(params[path].shape, params[path].dtype, None, shapes[path]) for path in params.keys() & shapes}
+    )
+    if problems:
+        raise CheckpointError("these parameters cannot be cut to their stored shapes", sorted(problems))
+    return {path: _cut(value, tuple(shapes[path])) for path, value in params.items()}
 
 
 def save_checkpoint(
@@ -74,7 +109,7 @@ def save_checkpoint(
 
     Args:
         path: The folder to make. Only one save at a time may go there.
-        params: Path -> array, of any sharding.
+        params: Path -> array, of any sharding and without padding (see `strip_padding`).
         metadata: Anything JSON holds: config, provenance, ...; comes back from `read_metadata`.
         overwrite: Replace the converted checkpoint that is there; nothing else is replaced.
 
@@ -153,23 +188,28 @@ def restore_checkpoint(
         cast: Allow the targets' dtypes to differ from the stored ones.
 
     Returns:
-        Path -> array of the target's shape, dtype and sharding.
+        Path -> array of the target's shape, dtype and sharding; what the checkpoint does not store of it is zero.
 
     Raises:
         CheckpointError: With every difference in names, shapes and dtypes in one report.
     """
     stored = stored_targets(path)
-    problems = [f"{name}: not in the checkpoint" for name in targets.keys() - stored.keys()]
+    problems = _padding_problems(targets)
+    problems += [f"{name}: not in the checkpoint" for name in targets.keys() - stored.keys()]
     problems += [f"{name}: in the checkpoint, but not asked for" for name in stored.keys() - targets.keys()]
     for name in targets.keys() & stored.keys():
         have, want = stored[name], targets[name]
-        if have.shape != tuple(want.shape):
-            problems.append(f"{name}: shape {list(have.shape)}, expected {list(want.shape)}")
+        if have.shape != _stored_shape(want):
+            problems.append(f"{name}: shape {list(have.shape)}, expected {list(_stored_shape(want))}")
         if have.dtype != np.dtype(want.dtype) and not cast:
             problems.append(f"{name}: dtype {have.dtype}, expected {np.dtype(want.dtype)} (a cast must be asked for)")
     if problems:
         raise CheckpointError(f"{path}: differs from what is asked for", sorted(problems))
-    return _restore(path, {name: _abstract(target, _sharding(target)) for name, target in targets.items()})
+    return _restore(
+        path,
+        {name: _abstract(target, _sharding(target)) for name, target in targets.items()},
+        padded=[name for name, target in targets.items() if _stored_shape(target) != tuple(target.shape)],
+    )
 
 
 def restore_host(path: str | Path) -> dict[str, NumpyArray]:
@@ -184,22 +224,70 @@ def restore_host(path: str | Path) -> dict[str, NumpyArray]:
 
 def _read(source: Source, mapping: Mapping, path: str, target: Target, pool: ThreadPoolExecutor) -> jax.Array:
     """One parameter: each tensor is visited once for all the slices of it that this process needs."""
-    shape, sharding = tuple(target.shape), _sharding(target)
-    slices: dict[_Spans, tuple[Index, NumpyArray]] = {}
+    shape, stored_shape, sharding = tuple(target.shape), _stored_shape(target), _sharding(target)
+    shards: dict[_Spans, NumpyArray] = {}
+    slices: list[tuple[Index, NumpyArray]] = []
     for index in sharding.addressable_devices_indices_map(shape).values():
         spans = _spans(index, shape)
-        if spans not in slices:
-            slices[spans] = (index or (), empty_aligned(tuple(stop - start for start, stop in spans), target.dtype))
-    fills = mapping.fills(source, path, list(slices.values()))
+        if spans in shards:
+            continue
+        shard = shards[spans] = empty_aligned(tuple(stop - start for start, stop in spans), target.dtype)
+        part = tuple(slice(min(a, size), min(b, size)) for (a, b), size in zip(spans, stored_shape, strict=True))
+        out = shard[tuple(slice(span.stop - span.start) for span in part)]
+        if out.shape != shard.shape:
+            shard.fill(0)
+        if out.size:
+            slices.append((part, out))
+    fills = mapping.fills(source, path, slices)
     # Handing a small read to a thread takes longer than the read.
-    small = sum(out.nbytes for _, out in slices.values()) < _INLINE_BYTES
+    small = sum(out.nbytes for _, out in slices) < _INLINE_BYTES
     for _ in (map if small else pool.map)(lambda fill: fill(), fills):
         pass
-    return jax.make_array_from_callback(shape, sharding, lambda index: slices[_spans(index, shape)][1])
+    return jax.make_array_from_callback(shape, sharding, lambda index: shards[_spans(index, shape)])
 
 
 def _spans(index: Index | None, shape: tuple[int, ...]) -> _Spans:
     return tuple(span.indices(size)[:2] for span, size in zip(index or (), shape, strict=True))
+
+
+def _stored_shape(target: Target) -> tuple[int, ...]:
+    return tuple(target.shape if target.stored_shape is None else target.stored_shape)
+
+
+def _padding_problems(targets: MappingABC[str, Target]) -> list[str]:
+    problems = []
+    for path, target in targets.items():
+        shape, stored = tuple(target.shape), _stored_shape(target)
+        if len(shape) != len(stored) or any(size < least for size, least in zip(shape, stored, strict=True)):
+            problems.append(f"{path}: shape {list(shape)} cannot be the stored {list(stored)} with padding")
+    return problems
+
+
+def _cut(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if value.shape == shape:
+        return value
+    sharding = _cut_sharding(value, shape)
+    # Resharded first: on a mesh of explicit axes JAX does not cut a sharded dimension to what does not divide.
+    value = jax.device_put(value, sharding)
+    return jax.jit(lambda whole: jax.lax.slice(whole, (0,) * whole.ndim, shape), out_shardings=sharding)(value)
+
+
+def _cut_sharding(value: jax.Array, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """The array's sharding with the mesh axes of each dimension that is cut moved to another that they divide."""
+    sharding = value.sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    spec = [*sharding.spec, *[None] * (value.ndim - len(sharding.spec))]
+    cut = [before != after for before, after in zip(value.shape, shape, strict=True)]
+    for dim in range(value.ndim):
+        if not cut[dim] or spec[dim] is None:
+            continue
+        axes, spec[dim] = spec[dim], None
+        parts = math.prod(sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
+        free = (i for i in range(value.ndim) if spec[i] is None and not cut[i] and shape[i] % parts == 0)
+        if (other := next(free, None)) is not None:
+            spec[other] = axes
+    return sharding.update(spec=jax.sharding.PartitionSpec(*spec))
 
 
 def _sharding(target: Target) -> jax.sharding.Sharding:
@@ -256,11 +344,17 @@ def _barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _restore(path: str | Path, targets: MappingABC[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+def _restore(
+    path: str | Path, targets: MappingABC[str, jax.ShapeDtypeStruct], padded: Iterable[str] = ()
+) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     item = dict(targets)
-    args = ocp.args.PyTreeRestore(item, restore_args=ocp.checkpoint_utils.construct_restore_args(item))
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    for name in padded:
+        # Not strict: each shard is read as far as it is stored, and is zero beyond.
+        restore_args[name].strict = False
+    args = ocp.args.PyTreeRestore(item, restore_args=restore_args)
     arrays = Path(path).expanduser().absolute() / _ARRAYS
     if not arrays.is_dir():
         raise CheckpointError(f"{path}: is incomplete (its folder {_ARRAYS} is not there); convert it again")

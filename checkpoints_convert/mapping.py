@@ -420,7 +420,8 @@ def _fill(source: Source, name: str, entry: Entry, part: int, parts: list[tuple[
         raise CheckpointError(f"{source.name}: {name}: shape {list(info.shape)}, expected {list(entry.stored)}")
     starts = [_contiguous(entry.piece_shape, index) for index, _ in parts]
     same_bytes = entry.transpose is None and reorder is None and all(info.dtype == out.dtype for _, out in parts)
-    if same_bytes and None not in starts:
+    # An array with padding is filled in part, and that part need not lie side by side.
+    if same_bytes and None not in starts and all(out.flags.c_contiguous for _, out in parts):
         for start, (_, out) in zip(starts, parts, strict=True):
             source.read_into(name, out, start=start or 0)
         return
