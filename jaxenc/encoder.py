@@ -229,6 +229,12 @@ class Encoder:
     def with_params(self, params: PyTree[Array]) -> "Encoder":
         """The same encoder with other parameters, such as trained ones, placed where the plan wants them.
 
+        Args:
+            params: shaped as `encoder.params`, or as they are without the plan's padding.
+
+        Returns:
+            An encoder that shares this one's programs.
+
         Raises:
             ValueError: all parameters that are missing, unknown or of another shape.
         """
@@ -238,11 +244,16 @@ class Encoder:
         problems += [
             f"{path} is {given[path].shape}, expected {own[path].shape}"
             for path in own.keys() & given.keys()
-            if given[path].shape != own[path].shape
+            if given[path].shape not in (own[path].shape, self.plan.parameters[path].shape)
         ]
         if problems:
             raise ValueError(f"parameters do not fit {self.plan.encoder}: {'; '.join(sorted(problems))}")
-        placed = {path: jax.device_put(jnp.asarray(given[path], self.dtype), self.plan.sharding(path)) for path in own}
+        placed = {}
+        for path in own:
+            value = (
+                given[path] if given[path].shape == own[path].shape else self.plan.pad(path, np.asarray(given[path]))
+            )
+            placed[path] = jax.device_put(jnp.asarray(value, self.dtype), self.plan.sharding(path))
         other = Encoder(
             self.config,
             self.plan,
@@ -256,9 +267,11 @@ class Encoder:
         return other
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes a converted checkpoint, which `jaxenc.load` reads on any mesh."""
+        """Writes a converted checkpoint, which `jaxenc.load` reads on any mesh: without the plan's padding."""
+        shapes = {path: parameter.shape for path, parameter in self.plan.parameters.items()}
+        params = checkpoints_convert.strip_padding(flatten(self.params), shapes)
         checkpoints_convert.save_checkpoint(
-            path, flatten(self.params), metadata=checkpoint_metadata(self.config, self.provenance), overwrite=overwrite
+            path, params, metadata=checkpoint_metadata(self.config, self.provenance), overwrite=overwrite
         )
 
     # --- private

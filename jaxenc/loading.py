@@ -87,8 +87,8 @@ def load(
         device=device,
     )
     targets = {
-        path: Target(parameter.shape, dtype, plan.sharding(path))
-        for path, parameter in _parameters(stored.config, dtype).items()
+        path: Target(plan.shape(path), dtype, plan.sharding(path), stored_shape=parameter.shape)
+        for path, parameter in plan.parameters.items()
     }
     return Encoder(
         stored.config,
@@ -155,8 +155,8 @@ def from_config(
 
     params = {}
     for path, parameter in declared(abstract_module(sizes, dtype=dtype)).items():
-        values = parameter.draw(path, seed=seed)
-        params[path] = jax.make_array_from_callback(parameter.shape, plan.sharding(path), values.__getitem__)
+        values = plan.pad(path, parameter.draw(path, seed=seed))
+        params[path] = jax.make_array_from_callback(values.shape, plan.sharding(path), values.__getitem__)
     return Encoder(sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets)
 
 

@@ -3,10 +3,12 @@
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 LAYOUTS = ("auto", "rows", "length")
+SMALL = 0.05
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,12 @@ class Batching:
 
     rows: tuple[tuple[int, ...], ...]
     spread: tuple[int, ...] = ()
+
+    @cached_property
+    def whole(self) -> tuple[np.ndarray, np.ndarray]:
+        """The items that are whole, and the part of the batch that each is on."""
+        items = np.array([item for row in self.rows for item in row], int)
+        return items, np.repeat(np.arange(len(self.rows)), [len(row) for row in self.rows])
 
     @property
     def layout(self) -> str:
@@ -70,18 +78,22 @@ def batchings(sizes: Sequence[float], parts: int, *, layout: str = "auto") -> It
       layout: "rows" spreads none, "length" all; "auto" also tries to spread some.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    for spread in _numbers_spread(len(sizes), parts, layout):
+    for spread in _numbers_spread(sizes, parts, layout):
         whole = order[spread:]
         rows = longest_first([sizes[index] for index in whole], parts)
         yield Batching(tuple(tuple(whole[i] for i in row) for row in rows), tuple(sorted(order[:spread])))
 
 
-def _numbers_spread(items: int, parts: int, layout: str) -> list[int]:
+def _numbers_spread(sizes: Sequence[float], parts: int, layout: str) -> list[int]:
+    items = len(sizes)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} should be one of {', '.join(map(repr, LAYOUTS))}")
     if parts == 1 or layout == "rows":
         return [0]
     if layout == "length":
         return [items]
-    # what is left when the parts have taken turns, and about sixteen steps between none and all
-    return sorted({0, items % parts, items, *range(0, items, max(1, items // 16))})
+    # whole items are within the largest one of an equal share: where that is little, spreading gains nothing
+    if parts * max(sizes, default=0) <= SMALL * sum(sizes):
+        return [0]
+    # what is left when the parts have taken turns, and about eight steps between none and all
+    return sorted({0, items % parts, items, *range(0, items, max(1, items // 8))})

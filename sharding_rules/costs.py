@@ -168,9 +168,7 @@ def cost_of(
     )
 
 
-def collectives(
-    layout: Layout, *, workload: Workload, batching: Batching, dtype: DTypeLike
-) -> tuple[Collective, ...]:
+def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype: DTypeLike) -> tuple[Collective, ...]:
     """What devices say to each other in one call.
 
     Args:
@@ -208,15 +206,17 @@ class _Load:
         self.batching = batching
         self.each = np.ceil(np.asarray(tokens, float) / unit)
         self.dealt = deal([int(self.each[item]) for item in batching.spread], len(batching.rows))
-        whole = np.array([sum(self.each[item] for item in row) for row in batching.rows])
+        whole = self._whole(self.each)
         self.units = whole + self.dealt.sum(axis=0)
         self.fullest_whole = float(whole.max(initial=0.0))
         self.fullest = self.fullest_whole + float(self.dealt.sum(axis=0).max(initial=0))
 
     def of(self, amounts: Sequence[float]) -> np.ndarray:
         """What each part gets of some amount that every item has."""
-        whole = np.array([math.fsum(amounts[item] for item in row) for row in self.batching.rows])
-        spread = list(self.batching.spread)
-        a_unit = np.asarray(amounts, float)[spread] / np.maximum(self.each[spread], 1)
-        got: np.ndarray = whole + a_unit @ self.dealt
+        given, spread = np.asarray(amounts, float), list(self.batching.spread)
+        got: np.ndarray = self._whole(given) + given[spread] / np.maximum(self.each[spread], 1) @ self.dealt
         return got
+
+    def _whole(self, amounts: np.ndarray) -> np.ndarray:
+        items, parts = self.batching.whole
+        return np.bincount(parts, amounts[items], minlength=len(self.batching.rows))

@@ -175,6 +175,11 @@ class Plan:
         self._check_path(path)
         return self.layout.shape(self.parameters[path])
 
+    def pad(self, path: str, value: np.ndarray) -> np.ndarray:
+        """A host array of the true shape with the zeros that this parameter has appended on the devices."""
+        zeros = [(0, padded - size) for padded, size in zip(self.shape(path), value.shape, strict=True)]
+        return np.pad(value, zeros) if any(after for _, after in zeros) else value
+
     def parts(self, name: str) -> int:
         """The number of parts that a logical axis is divided into."""
         self._check(name)

@@ -7,9 +7,10 @@ from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost
 from sharding_rules.mesh import AnyMesh
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh, flatten
-from sharding_rules.strategies import Layout, Obstacle, axis_sizes, parts_of
+from sharding_rules.strategies import Layout, Obstacle, axis_sizes, fits, most_padding, parts_of
 from sharding_rules.workload import GroupWork, Workload
 
+FEW_UNITS = 10  # from so many on, whole units are no reason to be unfair
 TOLERANCE = 1.01  # more work than the least by 1 % counts as no more
 
 
@@ -38,11 +39,13 @@ def plan_reason(layout: Layout, cost: Cost, *, obstacles: Sequence[Obstacle], by
     if idle:
         sentences.append(f"the devices along {quoted(idle)} repeat the same work")
     if cost.flops_ratio > FAIR:
+        why = f"a device's share is {cost.units_per_device:.3g} indivisible units of the group with the fewest"
+        bound = f"{cost.flops_bound:.2f} is the least that can be had by this strategy"
         reached = cost.flops_ratio <= TOLERANCE * cost.flops_bound
-        why = "as little as whole units of work allow" if reached else f"at least {cost.flops_bound:.2f}"
+        few = cost.units_per_device < FEW_UNITS
         sentences.append(
-            f"the busiest device does {cost.flops_ratio:.2f} times its share ({why} here, where a device's share is "
-            f"{cost.units_per_device:.3g} units of the group with the fewest)"
+            f"the busiest device does {cost.flops_ratio:.2f} times its share"
+            + (f", the least that can be had by this strategy{f': {why}' if few else ''}" if reached else f"; {bound}")
         )
     start = "chosen by auto." if by_auto else "as asked."
     return " ".join([start, *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)])
@@ -54,8 +57,8 @@ def weight_reason(size: int, axis: str, layout: Layout, mesh: AnyMesh) -> str:
     share = f"{_count(padded // parts, axis)} on each of {parts}"
     full = parts_of(mesh, axes)
     if padded != size:
-        zeros = f"{padded - size} of zeros are appended ({(padded - size) / size:.1%} more): {padded} in all"
-        return f"{does_not_divide(size, axis, parts, axes)}; {zeros}, {share}"
+        zeros = f"{_count(padded - size, axis)} of zeros appended ({(padded - size) / size:.2%} more work)"
+        return f"{does_not_divide(size, axis, parts, axes)}; {zeros}: {share}"
     if full == parts:
         return f"{_count(size, axis)} over {parts_in_words(parts, axes)}: {size // parts} on each"
     split = f"{quoted(axes)} is split {parts} x {full // parts}"
@@ -86,7 +89,8 @@ def whole_reason(
             else "the rules divide neither its weights nor its tokens"
         )
     parts = parts_of(mesh, options[0]) if options else 1
-    misfit = next((size for size in sizes.get(group.axis or "", ()) if size % parts), None)
+    limit = most_padding(group)
+    misfit = next((size for size in sizes.get(group.axis or "", ()) if not fits(size, parts, limit)), None)
     why = f"{does_not_divide(misfit, group.axis or '', parts, options[0])}; " if misfit else ""
     return f"{why}weights whole on each device, which takes its own share of the batch"
 
@@ -159,8 +163,10 @@ def indivisible_text(
         blocked = {obstacle.group for obstacle in refused.obstacles}
         weights = {g.axis for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis}
         firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
-        common = math.gcd(*(size for axis, known in axis_sizes(parameters).items() if axis in firm for size in known))
-        works = ", ".join(f"{size}" for size in range(1, common + 1) if common % size == 0)
+        known = axis_sizes(parameters)
+        needs = [(s, most_padding(g)) for g in workload.groups if g.axis in firm for s in known[g.axis or ""]]
+        sizes = range(1, min(size for size, _ in needs) + 1)
+        works = ", ".join(f"{parts}" for parts in sizes if all(fits(size, parts, limit) for size, limit in needs))
         lines.append(f"Sizes of {quoted(refused.obstacles[0].mesh_axes)} that would work: {works}.")
     lines.append("Strategies that would work on this mesh:")
     ways: dict[str, str] = {}

@@ -152,14 +152,18 @@ def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Worklo
     if isinstance(strategy, str) or not strategy:
         if strategy not in STRATEGIES:
             known = ", ".join(map(repr, STRATEGIES))
-            raise ValueError(f"strategy={strategy!r} should be one of {known}, or {{group: {' or '.join(map(repr, CHOICES))}}}")
+            raise ValueError(
+                f"strategy={strategy!r} should be one of {known}, or {{group: {' or '.join(map(repr, CHOICES))}}}"
+            )
         return "data" if mode == "data" else strategy
     groups = [group.name for group in workload.groups]
     for group, choice in strategy.items():
         if group not in groups:
             raise RulesError(f"strategy names group {group!r}{nearest(group, groups)} (there are {', '.join(groups)})")
         if choice not in CHOICES:
-            raise ValueError(f"strategy for group {group!r} should be {' or '.join(map(repr, CHOICES))}, not {choice!r}")
+            raise ValueError(
+                f"strategy for group {group!r} should be {' or '.join(map(repr, CHOICES))}, not {choice!r}"
+            )
         if choice == "pad" and not next(g for g in workload.groups if g.name == group).paddable:
             raise ValueError(f"group {group!r} cannot be padded: zeros would change what it computes")
     return describe_mixture(strategy)

@@ -83,6 +83,16 @@ def parts_of(mesh: AnyMesh, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def most_padding(group: GroupWork) -> float:
+    """How much a group may be padded without being asked, relative to its size."""
+    return CHEAP_PADDING if group.paddable else 0.0
+
+
+def fits(size: int, parts: int, padding: float) -> bool:
+    """Whether a size divides, or does once less than this part of it is added."""
+    return size % parts == 0 or -size % parts < padding * size
+
+
 def axis_sizes(parameters: Mapping[str, Parameter]) -> dict[str, dict[int, str]]:
     """The sizes of each logical axis, and the first parameter that has it."""
     sizes: dict[str, dict[int, str]] = {}
@@ -174,20 +184,14 @@ def _lay_out(
     def offered(name: str | None) -> tuple[Axes, ...]:
         return recipe.offered.get(name, ()) if name else ()
 
-    def first_fit(name: str | None, options: Iterable[Axes], *, most_padding: float = 0.0) -> Axes:
+    def first_fit(name: str | None, options: Iterable[Axes], *, limit: float = 0.0) -> Axes:
         """The first option that divides every size of the axis, padded if that adds so little; () if there is none."""
-
-        def fits(size: int, parts: int) -> bool:
-            return size % parts == 0 or -size % parts < most_padding * size
-
         wanted = sizes.get(name, ()) if name else ()
-        return next((axes for axes in options if all(fits(size, parts_of(mesh, axes)) for size in wanted)), ())
+        return next((axes for axes in options if all(fits(size, parts_of(mesh, axes), limit) for size in wanted)), ())
 
     def fit(group: GroupWork) -> Axes:
-        padding = CHEAP_PADDING if group.paddable else 0.0
-        if recipe.choices.get(group.name) == "pad":
-            padding = math.inf
-        return first_fit(group.axis, offered(group.axis), most_padding=padding)
+        limit = math.inf if recipe.choices.get(group.name) == "pad" else most_padding(group)
+        return first_fit(group.axis, offered(group.axis), limit=limit)
 
     axes: dict[str, Axes] = dict.fromkeys(rules, ())
     divided: dict[str, str] = {}

@@ -83,9 +83,7 @@ class EncoderConfig(Protocol):
     def check(self, item: Any) -> None:
         """Raises InputError for an item that this encoder cannot encode."""
 
-    def layout(
-        self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
-    ) -> Batch:
+    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]) -> Batch:
         """The arrays of one batch; of an empty one, their shapes."""
 
 

@@ -17,8 +17,8 @@ def test_the_printed_plan_says_what_happened_to_20_heads_on_8_devices(tower):
     )
     assert "'model' is split 4 x 2: 5 heads on each of 4, and the batch over the remaining 2" in flat
     assert "attention heads 20 model 4 5 sharded" in flat
-    assert "> hybrid 4 x 2 1.00" in flat
-    assert "replicate 1 x 1 8.00" in flat
+    assert "> hybrid 4 x 2 rows 1.00" in flat
+    assert "attention=pad 8 x 1 rows 1.06" in flat
     assert max(map(len, text.splitlines())) < 120
 
 
@@ -45,21 +45,22 @@ def test_json_round_trips_and_has_what_the_command_line_promises(tower):
     assert data["flops_per_device"] == pytest.approx(data["flops_ideal"])
     heads = next(decision for decision in data["decisions"] if decision["axis"] == "heads")
     assert {**heads, "reason": ""} == {
-        "group": "attention", "axis": "heads", "size": 20, "mesh_axes": ["model"], "parts": 4, "action": "sharded",
+        "group": "attention", "axis": "heads", "size": 20, "padded_size": 20, "mesh_axes": ["model"], "parts": 4, "action": "sharded",
         "reason": "",
     }  # fmt: skip
     strategies = [(c["strategy"], c["weight_parts"], c["batch_parts"], c["chosen"]) for c in data["candidates"]]
     assert strategies == [
         ("tensor", 8, 1, False),
+        ("attention=pad", 8, 1, False),
         ("hybrid", 4, 2, True),
         ("hybrid", 2, 4, False),
         ("data", 1, 8, False),
         ("replicate", 1, 1, False),
     ]
     assert data["candidates"][0]["flops_ratio"] is None
-    assert data["candidates"][4]["flops_ratio"] == pytest.approx(8)
-    assert data["candidates"][1]["param_bytes_per_device"] == data["param_bytes_per_device"]
-    assert [c["collectives_per_layer"] for c in data["candidates"]] == [None, 2, 2, 0, 0]
+    assert data["candidates"][5]["flops_ratio"] == pytest.approx(8)
+    assert data["candidates"][2]["param_bytes_per_device"] == data["param_bytes_per_device"]
+    assert [c["collectives_per_layer"] for c in data["candidates"]] == [None, 2, 2, 2, 0, 0]
 
 
 def test_html_is_a_table_with_everything_escaped(tower):

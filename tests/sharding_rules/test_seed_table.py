@@ -55,15 +55,45 @@ def test_auto_divides_all_work_evenly_and_says_how(tower, caplog, heads, devices
 @pytest.mark.parametrize(
     ("heads", "mlp", "devices", "a"),
     [
-        (16, 3420, 8, 4),  # Qwen2.5-VL 7B: the heads fit 8 devices and the MLP does not
+        (16, 100, 8, 4),  # the heads fit 8 devices and the MLP does not: 104 would be 4 % more
         (16, 4304, 32, 16),  # Kimi-K2.5
-        (12, 4096, 3, 1),  # GLM-4.1V: the heads fit 3 devices and the MLP does not
+        (12, 61, 3, 1),  # the heads fit 3 devices and the MLP does not: 63 would be 3 % more
         (6, 1536, 8, 2),  # Whisper tiny
     ],
 )
 def test_attention_and_mlp_have_to_divide_together(tower, heads, mlp, devices, a):
     plan = tower(heads=heads, mlp=mlp).plan({"data": 1, "model": devices})
     assert (plan.parts("heads"), plan.parts("mlp"), plan.rows_parts) == (a, a, devices // a)
+
+
+@pytest.mark.parametrize(
+    ("heads", "mlp", "devices", "a", "padded"),
+    [
+        (16, 3420, 8, 8, 3424),  # Qwen2.5-VL 7B
+        (12, 4096, 3, 3, 4098),  # GLM-4.1V
+        (16, 3420, 32, 16, 3424),
+    ],
+)
+def test_an_mlp_that_almost_divides_is_padded(tower, caplog, heads, mlp, devices, a, padded):
+    plan = tower(heads=heads, mlp=mlp).plan({"data": 1, "model": devices})
+    assert (plan.parts("heads"), plan.parts("mlp"), plan.rows_parts) == (a, a, devices // a)
+    assert plan.shape("layers/mlp/up/kernel") == (2, padded, 8)
+    assert plan.shape("layers/attention/query/kernel") == (2, heads, 4, 8)
+    # the MLP is 8 of 14
+    assert plan.flops_ratio == pytest.approx(1 + 8 / 14 * (padded / mlp - 1))
+    decision = next(decision for decision in plan.decisions if decision.axis == "mlp")
+    assert (decision.action, decision.size, decision.padded_size) == ("padded and sharded", mlp, padded)
+    assert f"{padded - mlp} mlp columns of zeros appended ({padded / mlp - 1:.2%} more work)" in decision.reason
+    assert len(caplog.records) == (a != devices)
+
+
+def test_heads_are_padded_where_it_is_asked_for(tower):
+    plan = tower(heads=20).plan({"data": 1, "model": 8}, strategy={"attention": "pad"})
+    assert plan.shape("layers/attention/out/kernel") == (2, 8, 24, 4)
+    assert plan.parts("heads") == 8
+    assert plan.flops_ratio == pytest.approx(1 + 4 / 14 * 0.2)
+    # the bytes are those of 24 heads: stem 96, query 1536 + 192, out 1536, mlp 2 x 81920, projector 512, of 2 bytes
+    assert plan.param_bytes_per_device == 2 * (96 + (1728 + 1536 + 163840 + 512) // 8)
 
 
 def test_each_encoder_and_each_mesh_warns_once(tower, caplog):
