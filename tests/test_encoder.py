@@ -184,6 +184,14 @@ def test_whisper_gives_all_its_positions_however_short_the_recording(listener, w
     assert np.abs(short - long).max() > 0.1
 
 
+def test_whispers_tokens_may_lie_in_any_order(listener):
+    items = [jaxenc.AudioItem(np.random.default_rng(3).standard_normal((80, 200)).astype(np.float32))]
+    batch = listener.pack(items)
+    order = np.random.default_rng(4).permutation(100)
+    moved = replace(batch, inputs={name: array[:, order] for name, array in batch.inputs.items()})
+    assert_close(listener.apply(listener.params, moved), listener.apply(listener.params, batch)[:, order])
+
+
 def test_bfloat16_gives_bfloat16_rows_near_the_float32_ones(kimi_folder, kimi, photo):
     encoder = jaxenc.load(kimi_folder, dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(encoder.params)} == {np.dtype(ml_dtypes.bfloat16)}
@@ -309,13 +317,11 @@ def valid(batch):
 def poisoned(batch, name):
     """NaN wherever no item is."""
     array = np.array(batch.inputs[name])
-    if name == "patches":
+    if "frames" in batch.inputs:  # mel [rows, chunks, mel, frames]
+        real = batch.inputs["frames"][..., None, None]
+        array[np.broadcast_to(np.arange(array.shape[-1]) >= real, array.shape)] = np.nan
+    else:  # one entry a token
         array[batch.tokens.item < 0] = np.nan
-    else:  # mel [rows, chunks, mel, frames]
-        real = batch.inputs.get("frames")
-        if real is None:
-            real = array.shape[-1] * (batch.tokens.item.reshape(*array.shape[:2], -1)[..., 0] >= 0)
-        array[np.broadcast_to(np.arange(array.shape[-1]) >= real[..., None, None], array.shape)] = np.nan
     assert np.isnan(array).any()
     return replace(batch, inputs={**batch.inputs, name: array})
 

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+from numpy.lib.stride_tricks import sliding_window_view
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import whisper as keys
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
-from jaxenc.layers.linear import Conv, conv_flops
+from jaxenc.layers.linear import Linear, conv_flops
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
@@ -28,6 +29,7 @@ from jaxenc.preprocess.audio import HOP_SAMPLES, load_audio, log_mel, pad_or_tri
 from sharding_rules import GroupWork, Workload
 
 EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
+TOKEN_FRAMES = 5  # mel frames that token p depends on before attention: 2 p - 2 to 2 p + 2
 
 KEYS: Mapping[str, Keys] = {
     "layers": ("encoder_layers",),
@@ -66,6 +68,7 @@ class Config:
     model_types: ClassVar[tuple[str, ...]] = ("whisper",)
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "mel": ("batch", "stem_length", None, None),
+        "position": ("batch", "stem_length"),
         "segments": ("batch", "length"),
     }
 
@@ -151,13 +154,14 @@ class Config:
         """What encoding so many recordings costs, group by group."""
         units = (self.positions,) * len(items)
         stack, d = self.transformer, self.embed
-        stem = conv_flops(self.mel, d, window=3, positions=self.frames) + conv_flops(d, d, window=3, positions=units[0])
+        # for each token: what two of them read of the first convolution, both compute
+        stem = conv_flops(self.mel, d, window=3, positions=3) + conv_flops(d, d, window=3, positions=1)
         return Workload(
             units=units,
             groups=(
                 GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers),
                 GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
-                GroupWork("stem", "channels", "stem_length", (stem,) * len(units)),
+                GroupWork("stem", "channels", "stem_length", tuple(stem * n for n in units)),
             ),
         )
 
@@ -166,8 +170,8 @@ class Config:
         return tuple(self.positions << i for i in range(4))
 
     def length_axes(self, length: int) -> Mapping[str, int]:
-        """Size of every token axis in a row of `length` tokens; the stem's are recordings."""
-        return {"length": length, "stem_length": length // self.positions}
+        """Size of every token axis in a row of `length` tokens."""
+        return {"length": length, "stem_length": length}
 
     # --- items in, arrays out
 
@@ -193,16 +197,21 @@ class Config:
             )
 
     def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
-        """One batch of whole recordings."""
-        b, clips = budget.rows, budget.length // self.positions
-        slots = Slots.empty(b, budget.length)
-        mel = np.zeros((b, clips, self.mel, self.frames), np.float32)
-        segments = np.zeros((b, budget.length), np.int32)
+        """One batch: each token's own mel frames and position, and which tokens are of one recording."""
+        b, n = budget.rows, budget.length
+        slots = Slots.empty(b, n)
+        arrays = {
+            "mel": np.zeros((b, n, self.mel, TOKEN_FRAMES), np.float32),
+            "position": np.zeros((b, n), np.int32),
+            "segments": np.zeros((b, n), np.int32),
+        }
         for segment, place in enumerate(placed, start=1):
-            mel[place.row, place.offset // self.positions] = items[place.item].mel
-            segments[place.row, place.offset : place.offset + place.size] = segment
+            at = (place.row, slice(place.offset, place.offset + place.size))
+            arrays["mel"][at] = token_frames(items[place.item].mel)
+            arrays["position"][at] = np.arange(place.size)
+            arrays["segments"][at] = segment
             slots.fill(place.row, place.offset, place.item, np.arange(place.size))
-        return Batch({"mel": mel, "segments": segments}, slots, slots)
+        return Batch(arrays, slots, slots)
 
 
 VARIANTS: Mapping[str, Config] = {
@@ -241,33 +250,39 @@ class Whisper(nnx.Module):
         Returns:
             Output rows, and the captured blocks' outputs.
         """
-        c, segments = self.config, inputs["segments"]
-        b, clips = inputs["mel"].shape[:2]
+        c, segments, position = self.config, inputs["segments"], inputs["position"]
         # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
-        there = segments.reshape(b, clips, c.positions)[..., :1, None] > 0
-        x = jnp.where(there, inputs["mel"], 0).astype(self.final_norm.scale.dtype)
-        x = self.stem(x, shard=shard) + self.position_embed[...]
-        x = shard(x.reshape(b, clips * c.positions, c.embed), "batch", "length", "embed")
+        mel = jnp.where((segments > 0)[..., None, None], inputs["mel"], 0).astype(self.final_norm.scale.dtype)
+        x = self.stem(mel, position, shard=shard) + self.position_embed[...][position]
+        x = shard(x, "batch", "length", "embed")
         x, captured = run_blocks(self.layers, x, segments=segments, window=c.window, shard=shard, capture=capture)
         return shard(self.final_norm(x), "batch", "length", "embed"), captured
 
 
 class Stem(nnx.Module):
-    """Two convolutions over time, the second of stride 2."""
+    """Two convolutions over time, the second of stride 2, as products over the windows of each token by itself."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the convolutions."""
-        channels, window = ("channels", config.embed), {"kernel_w": 3}
-        self.conv1 = Conv(config.mel, channels, window=window, stride=1, dtype=dtype)
-        self.conv2 = Conv(config.embed, channels, window=window, stride=2, dtype=dtype)
+        channels, window = {"channels": config.embed}, {"kernel_w": 3}
+        self.conv1 = Linear(channels, {"channels_in": config.mel, **window}, dtype=dtype)
+        self.conv2 = Linear(channels, {"channels_in": config.embed, **window}, dtype=dtype)
 
     def __call__(
-        self, mel: Float[Array, "b clips mel frames"], *, shard: Shard
-    ) -> Float[Array, "b clips positions embed"]:
-        """Tokens of every recording."""
-        b, clips = mel.shape[:2]
-        x = mel
-        for conv in (self.conv1, self.conv2):
-            x = jax.nn.gelu(conv(x.reshape(b * clips, *x.shape[2:])), approximate=False)
-            x = shard(x.reshape(b, clips, *x.shape[1:]), "batch", "stem_length", "channels", "frames")
-        return jnp.swapaxes(x, 2, 3)
+        self, mel: Float[Array, "b n mel 5"], position: Int[Array, "b n"], *, shard: Shard
+    ) -> Float[Array, "b n embed"]:
+        """Tokens, each from its frames and its position in the recording."""
+        mel = shard(mel, "batch", "stem_length", "mel", "frames")
+        windows = jnp.stack([mel[..., i : i + 3] for i in range(3)], axis=2)
+        x = jax.nn.gelu(self.conv1(windows), approximate=False)
+        # the second convolution is padded with zeros, not with what the first makes of its own padding
+        inside = 2 * position[..., None] + jnp.arange(-1, 2) >= 0
+        x = shard(jnp.where(inside[..., None], x, 0), "batch", "stem_length", "frames", "channels")
+        x = jax.nn.gelu(self.conv2(jnp.swapaxes(x, 2, 3)), approximate=False)
+        return shard(x, "batch", "stem_length", "channels")
+
+
+def token_frames(mel: Float[np.ndarray, "mel frames"]) -> Float[np.ndarray, "n mel 5"]:
+    """The frames 2 p - 2 to 2 p + 2 of every token p; zero before the first frame and after the last."""
+    padded = np.pad(mel, ((0, 0), (2, 1)))
+    return sliding_window_view(padded, TOKEN_FRAMES, axis=1)[:, ::2].swapaxes(0, 1)
