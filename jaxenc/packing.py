@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxenc.errors import InputError
-from sharding_rules import deal
 
 LAYOUTS = ("auto", "rows", "length")
 
@@ -328,28 +327,27 @@ class _Spread:
     def __init__(self, budget: Budget, window: int | None):
         self.budget, self.windowed = budget, window is not None
         self.folds, self.length = budget.folds(window)
-        self.filled = 0  # folds, where a fold takes one bin
+        self.bins = 0
         self.used = np.zeros(budget.rows, int)
-        self.turn = 0
 
     def _shares(self, one: _Bin) -> np.ndarray:
-        counts = deal([one.tokens // one.unit], self.budget.rows)[0]
-        return np.roll(counts, self.turn) * one.unit
+        """Tokens of each row; the units left over go to the rows that have the fewest tokens so far."""
+        share, rest = divmod(-(-one.tokens // one.unit), self.budget.rows)
+        shares = np.full(self.budget.rows, share)
+        shares[np.argsort(self.used, kind="stable")[:rest]] += 1
+        return shares * one.unit
 
     def fits(self, one: _Bin) -> bool:
-        if self.windowed:
-            return self.filled < self.folds
+        if self.windowed:  # a fold takes one bin
+            return self.bins < self.folds
         return bool((self.used + self._shares(one)).max() <= self.budget.spread)
 
     def add(self, one: _Bin) -> Iterator[Placed]:
         shares = self._shares(one)
-        # the rows that got one unit more were the first ones; next time it is those after them
-        self.turn += one.tokens // one.unit % self.budget.rows
-        if self.windowed:
-            self.used[:] = self.filled * self.length
-            self.filled += 1
         stops = np.cumsum(shares)
-        for row, (share, stop) in enumerate(zip(shares, stops, strict=True)):
-            offset = self.budget.length + self.used[row]
+        starts = self.bins * self.length if self.windowed else self.used
+        offsets = self.budget.length + np.broadcast_to(starts, self.budget.rows)
+        for row, (share, stop, offset) in enumerate(zip(shares, stops, offsets.copy(), strict=True)):
             yield from one.cut(int(stop - share), int(stop), row=row, offset=int(offset))
         self.used += shares
+        self.bins += 1

@@ -38,5 +38,5 @@ def default_rules(mesh: Mesh | AbstractMesh) -> AxisRules:
     """
     model = next((name for name in MODEL_AXES if name in mesh.axis_names), None)
     batch = tuple(name for name in mesh.axis_names if name != model)
-    divided = dict.fromkeys(("heads", "mlp", "projector_mlp", "channels", "stem_length", "projector_length"), model)
+    divided = dict.fromkeys(("heads", "mlp", "projector_mlp", "stem_length", "projector_length"), model)
     return AxisRules(batch=(batch,) if batch else None, **divided, **dict.fromkeys(NEVER_DIVIDED))

@@ -5,7 +5,7 @@ be done, and returns a `Plan`: a sharding for every parameter, constraints for a
 the reasons.
 """
 
-from sharding_rules.batching import Batching, deal
+from sharding_rules.batching import Batching
 from sharding_rules.costs import Cost
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
@@ -28,7 +28,6 @@ __all__ = [
     "Plan",
     "RulesError",
     "Workload",
-    "deal",
     "device_mesh",
     "make_mesh",
     "resolve",

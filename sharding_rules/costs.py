@@ -184,18 +184,15 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
     for group in workload.groups:
         parts = layout.group_parts(group.name)
         by_tokens = layout.divided.get(group.name) == group.length_axis
-        # what is gathered over all parts of the batch does not come back to the model axis once more
-        tokens = load.fullest_whole if group.shared else load.fullest
-        if by_tokens and parts > 1 and group.returned and tokens:
-            size = tokens * group.returned * itemsize
+        if by_tokens and parts > 1 and group.returned:
+            size = load.fullest * group.returned * itemsize
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, parts))
         if not by_tokens and parts > 1 and group.summed:
             size = load.fullest * group.summed * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
         if spread and group.shared:
             size = spread * group.shared * itemsize / (1 if by_tokens else parts)
-            devices = batch_parts * (parts if by_tokens else 1)
-            found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, devices))
+            found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, batch_parts))
     return tuple(found)
 
 
@@ -208,8 +205,7 @@ class _Load:
         self.dealt = deal([int(self.each[item]) for item in batching.spread], len(batching.rows))
         whole = self._whole(self.each)
         self.units = whole + self.dealt.sum(axis=0)
-        self.fullest_whole = float(whole.max(initial=0.0))
-        self.fullest = self.fullest_whole + float(self.dealt.sum(axis=0).max(initial=0))
+        self.fullest = float(whole.max(initial=0.0)) + float(self.dealt.sum(axis=0).max(initial=0))
 
     def of(self, amounts: Sequence[float]) -> np.ndarray:
         """What each part gets of some amount that every item has."""

@@ -1,6 +1,5 @@
 """The sentences in which a plan, a warning or an error says what happened."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from sharding_rules.batching import Batching
@@ -163,10 +162,10 @@ def indivisible_text(
         blocked = {obstacle.group for obstacle in refused.obstacles}
         weights = {g.axis for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis}
         firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
-        known = axis_sizes(parameters)
-        needs = [(s, most_padding(g)) for g in workload.groups if g.axis in firm for s in known[g.axis or ""]]
-        sizes = range(1, min(size for size, _ in needs) + 1)
-        works = ", ".join(f"{parts}" for parts in sizes if all(fits(size, parts, limit) for size, limit in needs))
+        sizes = axis_sizes(parameters)
+        limits = [(size, most_padding(g)) for g in workload.groups if g.axis in firm for size in sizes[g.axis or ""]]
+        counts = range(1, min(size for size, _ in limits) + 1)
+        works = ", ".join(f"{parts}" for parts in counts if all(fits(size, parts, most) for size, most in limits))
         lines.append(f"Sizes of {quoted(refused.obstacles[0].mesh_axes)} that would work: {works}.")
     lines.append("Strategies that would work on this mesh:")
     ways: dict[str, str] = {}

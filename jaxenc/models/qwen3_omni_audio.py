@@ -335,16 +335,16 @@ class Qwen3OmniAudio(nnx.Module):
             Output rows, and the captured blocks' outputs.
         """
         c, segments = self.config, inputs["segments"]
-        x = self.stem(inputs["mel"], inputs["frames"], shard=shard)
+        x = shard(self.stem(inputs["mel"], inputs["frames"], shard=shard), "batch", "length", "embed")
         if "spread" in inputs:
             # a row's share of spread tokens comes from the chunks of all rows
             source = inputs["spread_source"]
             whole = segments.shape[1] - source.shape[1]
             made = shard(x[:, whole:], None, None, "embed").reshape(-1, c.embed)
-            x = jnp.concatenate([shard(x[:, :whole], "batch", "length", "embed"), made[source]], axis=1)
+            x = shard(jnp.concatenate([x[:, :whole], made[source]], axis=1), "batch", "length", "embed")
         x, captured = run_blocks(
             self.layers,
-            shard(x, "batch", "length", "embed"),
+            x,
             segments=segments,
             spread=inputs.get("spread"),
             window=c.window,

@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import whisper as keys
+from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Linear, conv_flops
@@ -70,6 +71,7 @@ class Config:
         "mel": ("batch", "stem_length", None, None),
         "position": ("batch", "stem_length"),
         "segments": ("batch", "length"),
+        "spread": (None, None),
     }
 
     @property
@@ -146,32 +148,37 @@ class Config:
         """A recording attends as a whole."""
         return (self.positions,)
 
+    def item_unit(self, item: AudioItem) -> int:
+        """Tokens that stay together where a recording is spread over devices."""
+        return 1
+
     def output_rows(self, item: AudioItem) -> int:
         """Rows that come out, for 30 seconds whatever was said in them."""
         return self.positions
 
     def workload(self, items: Sequence[int]) -> Workload:
-        """What encoding so many recordings costs, group by group."""
-        units = (self.positions,) * len(items)
-        stack, d = self.transformer, self.embed
-        # for each token: what two of them read of the first convolution, both compute
-        stem = conv_flops(self.mel, d, window=3, positions=3) + conv_flops(d, d, window=3, positions=1)
-        return Workload(
-            units=units,
-            groups=(
-                GroupWork("attention", "heads", "length", tuple(map(stack.attention_flops, units)), layers=self.layers),
-                GroupWork("mlp", "mlp", "length", tuple(map(stack.mlp_flops, units)), layers=self.layers),
-                GroupWork("stem", "channels", "stem_length", tuple(stem * n for n in units)),
-            ),
+        """What encoding items of so many tokens costs, group by group; every recording counts whole."""
+        clips = (self.positions,) * sum(-(-tokens // self.positions) for tokens in items)
+        d = self.embed
+        # no token shares an output of the first convolution with another one
+        token = conv_flops(self.mel, d, window=3, positions=3) + conv_flops(d, d, window=3, positions=1)
+        stem = GroupWork(
+            "stem",
+            None,
+            "stem_length",
+            tuple(token * n for n in clips),
+            returned=d,
+            live=tuple(n * (9.0 * self.mel + 6.0 * d) for n in clips),
         )
+        return Workload(clips, (*self.transformer.work(clips), stem))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for: 1 to 8 recordings."""
         return tuple(self.positions << i for i in range(4))
 
-    def length_axes(self, length: int) -> Mapping[str, int]:
-        """Size of every token axis in a row of `length` tokens."""
-        return {"length": length, "stem_length": length}
+    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Size of every token axis in a row of a budget."""
+        return {"length": budget.row, "stem_length": budget.row}
 
     # --- items in, arrays out
 
@@ -196,21 +203,26 @@ class Config:
                 f"{item.name}: the spectrogram is {item.mel.shape}; Whisper reads {(self.mel, self.frames)}"
             )
 
-    def layout(self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget) -> Batch:
+    def layout(
+        self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
+    ) -> Batch:
         """One batch: each token's own mel frames and position, and which tokens are of one recording."""
-        b, n = budget.rows, budget.length
+        b, n = budget.rows, budget.row
         slots = Slots.empty(b, n)
         arrays = {
             "mel": np.zeros((b, n, self.mel, TOKEN_FRAMES), np.float32),
             "position": np.zeros((b, n), np.int32),
             "segments": np.zeros((b, n), np.int32),
         }
-        for segment, place in enumerate(placed, start=1):
+        for segment, place in packing.segments(placed):
             at = (place.row, slice(place.offset, place.offset + place.size))
-            arrays["mel"][at] = token_frames(items[place.item].mel)
-            arrays["position"][at] = np.arange(place.size)
+            positions = np.arange(place.start, place.start + place.size)
+            arrays["mel"][at] = token_frames(items[place.item].mel)[positions]
+            arrays["position"][at] = positions
             arrays["segments"][at] = segment
-            slots.fill(place.row, place.offset, place.item, np.arange(place.size))
+            slots.fill(place.row, place.offset, place.item, positions)
+        if budget.spread:
+            arrays["spread"] = packing.fold(arrays["segments"], budget, self.window)
         return Batch(arrays, slots, slots)
 
 
@@ -255,7 +267,15 @@ class Whisper(nnx.Module):
         mel = jnp.where((segments > 0)[..., None, None], inputs["mel"], 0).astype(self.final_norm.scale.dtype)
         x = self.stem(mel, position, shard=shard) + self.position_embed[...][position]
         x = shard(x, "batch", "length", "embed")
-        x, captured = run_blocks(self.layers, x, segments=segments, window=c.window, shard=shard, capture=capture)
+        x, captured = run_blocks(
+            self.layers,
+            x,
+            segments=segments,
+            spread=inputs.get("spread"),
+            window=c.window,
+            shard=shard,
+            capture=capture,
+        )
         return shard(self.final_norm(x), "batch", "length", "embed"), captured
 
 
@@ -264,9 +284,9 @@ class Stem(nnx.Module):
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
         """Declares the convolutions."""
-        channels, window = {"channels": config.embed}, {"kernel_w": 3}
-        self.conv1 = Linear(channels, {"channels_in": config.mel, **window}, dtype=dtype)
-        self.conv2 = Linear(channels, {"channels_in": config.embed, **window}, dtype=dtype)
+        filters, window = {"filters": config.embed}, {"kernel_w": 3}
+        self.conv1 = Linear(filters, {"channels_in": config.mel, **window}, dtype=dtype)
+        self.conv2 = Linear(filters, {"channels_in": config.embed, **window}, dtype=dtype)
 
     def __call__(
         self, mel: Float[Array, "b n mel 5"], position: Int[Array, "b n"], *, shard: Shard
@@ -277,9 +297,9 @@ class Stem(nnx.Module):
         x = jax.nn.gelu(self.conv1(windows), approximate=False)
         # the second convolution is padded with zeros, not with what the first makes of its own padding
         inside = 2 * position[..., None] + jnp.arange(-1, 2) >= 0
-        x = shard(jnp.where(inside[..., None], x, 0), "batch", "stem_length", "frames", "channels")
+        x = shard(jnp.where(inside[..., None], x, 0), "batch", "stem_length", "frames", "filters")
         x = jax.nn.gelu(self.conv2(jnp.swapaxes(x, 2, 3)), approximate=False)
-        return shard(x, "batch", "stem_length", "channels")
+        return shard(x, "batch", "stem_length", "filters")
 
 
 def token_frames(mel: Float[np.ndarray, "mel frames"]) -> Float[np.ndarray, "n mel 5"]:

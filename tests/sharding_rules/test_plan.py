@@ -45,8 +45,8 @@ def test_json_round_trips_and_has_what_the_command_line_promises(tower):
     assert data["flops_per_device"] == pytest.approx(data["flops_ideal"])
     heads = next(decision for decision in data["decisions"] if decision["axis"] == "heads")
     assert {**heads, "reason": ""} == {
-        "group": "attention", "axis": "heads", "size": 20, "padded_size": 20, "mesh_axes": ["model"], "parts": 4, "action": "sharded",
-        "reason": "",
+        "group": "attention", "axis": "heads", "size": 20, "padded_size": 20, "mesh_axes": ["model"], "parts": 4,
+        "action": "sharded", "reason": "",
     }  # fmt: skip
     strategies = [(c["strategy"], c["weight_parts"], c["batch_parts"], c["chosen"]) for c in data["candidates"]]
     assert strategies == [
