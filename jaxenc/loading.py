@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -317,7 +319,7 @@ def _plan(
     # weights are placed once, for a stream of calls: an item for each device is what keeps all of them busy
     items = (tokens or config.typical_tokens,) * (mesh.size if batch is None else batch)
     return resolve(
-        _parameters(config, dtype),
+        _parameters(config, jnp.dtype(dtype)),
         mesh,
         rules=default_rules(mesh) if rules is None else rules,
         workload=config.workload(items),
@@ -330,9 +332,10 @@ def _plan(
     )
 
 
-def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]:
+@lru_cache(maxsize=32)
+def _parameters(config: EncoderConfig, dtype: np.dtype[Any]) -> Mapping[str, Parameter]:
     module = abstract_module(config, dtype=dtype)
-    return {path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()}
+    return MappingProxyType({path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()})
 
 
 def _checked(mesh: Any, kind: Any) -> Any:
