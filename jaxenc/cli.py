@@ -78,7 +78,10 @@ def plan(
     name: Annotated[str, typer.Argument(metavar="NAME|SRC", help="family, family:variant, or a checkpoint.")],
     mesh: Mesh,
     batch: Annotated[int, typer.Option(help="Items encoded together.", min=1)] = 8,
-    tokens: Annotated[int | None, typer.Option(help="Tokens an item that enter the first block; a typical item's where not given.", min=1)] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens an item that enter the first block; a typical item's where not given.", min=1),
+    ] = None,
     strategy: Strategy = "auto",
     tower: Tower = None,
     dtype: Annotated[

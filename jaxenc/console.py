@@ -73,9 +73,9 @@ class Output:
         """
         if coloured is not None and sys.stdout.isatty() and not (self.as_json or self.quiet):
             with contextlib.suppress(ImportError):
-                import rich
+                from rich.console import Console
 
-                rich.print(coloured)
+                Console().print(coloured)
                 return
         typer.echo(json.dumps(data) if self.as_json else text)
 

@@ -365,7 +365,7 @@ def _config(
 
 
 def _asked_name(encoder: str | Mapping[str, Any] | EncoderConfig, config: EncoderConfig) -> str:
-    """ "family:variant" where that was asked for, else the family."""
+    """What a plan is called: `family:variant` where that was asked for, else the family."""
     return encoder if isinstance(encoder, str) and encoder.partition(":")[0] == config.family else config.family
 
 

@@ -27,7 +27,7 @@ WHOLE = "#8a94a6"
 
 @dataclass(frozen=True)
 class _Bar:
-    """An axis, and the piece of it that a device holds: from `start` to `stop`, in parts of 1, zeros from `zeros` on."""
+    """An axis, and the piece that a device holds of it: from `start` to `stop` in parts of 1, from `zeros` on zeros."""
 
     label: str
     held: str
@@ -60,6 +60,7 @@ class _Size:
     columns: int
 
     def height(self, box: _Box) -> int:
+        """Of a box with these bars; those of the batch stand apart."""
         return 22 + self.step * len(box.bars) + (3 if any(bar.of_batch for bar in box.bars) else 0)
 
 
@@ -86,18 +87,20 @@ def _mesh(drawing: "_Drawing", held: Sequence[Holding], size: _Size, *, left: fl
     inner = held[-1].coordinates[axes[-1]] + 1 if axes else 1
     blocks = [held[i : i + inner] for i in range(0, len(held), inner)]
     places = [", ".join(f"{axis}={block[0].coordinates[axis]}" for axis in axes[:-1]) for block in blocks]
-    abreast = size.columns // inner if len(blocks) > 1 and 2 * inner < size.columns else 1
+    block_width = max(inner * (size.width + size.gap), LETTER * max(map(len, places))) + 2 * size.gap
+    short = len(blocks) > 1 and 4 * inner <= size.columns
+    abreast = int((size.columns + 2) * (size.width + size.gap) // block_width) if short else 1
     if axes:
         drawing.text(f"{'from left to right' if abreast == 1 else 'in each'}: {axes[-1]}=0...{inner - 1}", x=left, y=0)
     margin = LETTER * max(map(len, places)) + 8 if abreast == 1 and len(blocks) > 1 else 0
-    y = LINE if axes else 0
+    y = float(LINE if axes else 0)
     for i in range(0, len(blocks), abreast):
-        x, top = left, y + (LINE if abreast > 1 else 0)
+        x, top = left, y + LINE * (abreast > 1)
         for block, place in zip(blocks[i : i + abreast], places[i : i + abreast], strict=True):
             drawing.text(place, x=x, y=y)
-            x, y_next = drawing.boxes([_box(holding) for holding in block], size, x=x + margin, y=top)
-            x += 2 * size.gap
-        y = y_next
+            below = drawing.boxes([_box(holding) for holding in block], size, x=x + margin, y=top)
+            x += block_width
+        y = below
 
 
 def _kinds(drawing: "_Drawing", held: Sequence[Holding]) -> None:
@@ -128,20 +131,20 @@ class _Drawing:
             self._parts.append(f"<text x='{x:g}' y='{y + 13:g}'>{html.escape(text)}</text>")
             self._grow(x + LETTER * len(text), y + LINE)
 
-    def boxes(self, boxes: Sequence[_Box], size: _Size, *, x: float, y: float) -> tuple[float, float]:
-        """Boxes from left to right, in as many lines as they need; returns where they end, to the right and below."""
+    def boxes(self, boxes: Sequence[_Box], size: _Size, *, x: float, y: float) -> float:
+        """Boxes from left to right, in as many lines as they need; returns where they end."""
         width, height = size.width + size.gap, size.height(boxes[0]) + size.gap
         for i, box in enumerate(boxes):
             left, top = x + i % size.columns * width, y + i // size.columns * height
             self._parts.append(_draw(box, size, left, top))
             self._grow(left + size.width, top + height)
-        return x + min(len(boxes), size.columns) * width, y + -(-len(boxes) // size.columns) * height
+        return y + -(-len(boxes) // size.columns) * height
 
     def enlarged(self, box: _Box, *, y: float) -> float:
-        """One box that says what the bars of small ones mean; returns where it ends."""
+        """One box that says what the bars of small ones mean; returns where there is room to the right of it."""
         self.text("enlarged:", y=y)
-        right, _ = self.boxes([box], LARGE, x=0, y=y + LINE)
-        return right + 2 * LARGE.gap
+        self.boxes([box], LARGE, x=0, y=y + LINE)
+        return LARGE.width + 3 * LARGE.gap
 
     def svg(self, label: str) -> str:
         """All of it; scaled down where the page is narrower."""
@@ -188,7 +191,8 @@ def _draw_bar(bar: _Bar, x: int, y: int, width: int, height: int) -> Iterator[st
     if bar.zeros > bar.start:
         yield rect(bar.start, bar.zeros, f"fill='{bar.colour}'")
     if bar.stop > bar.zeros:
-        yield rect(bar.zeros, bar.stop, f"fill='{bar.colour}' fill-opacity='.25' stroke='{bar.colour}' stroke-width='.8'")
+        outline = f"fill-opacity='.25' stroke='{bar.colour}' stroke-width='.8'"
+        yield rect(bar.zeros, bar.stop, f"fill='{bar.colour}' {outline}")
 
 
 def _box(holding: Holding) -> _Box:
@@ -199,7 +203,8 @@ def _box(holding: Holding) -> _Box:
 
 def _counted(bars: tuple[_Bar, ...], count: int) -> _Box:
     title = f"on {count} device{'s' * (count > 1)}"
-    return _Box(title, f"\N{MULTIPLICATION SIGN} {count}", "\n".join([title, *(f"{b.label}: {b.held}" for b in bars)]), bars)
+    hint = "\n".join([title, *(f"{bar.label}: {bar.held}" for bar in bars)])
+    return _Box(title, f"\N{MULTIPLICATION SIGN} {count}", hint, bars)
 
 
 def _bar(share: Share) -> _Bar:
@@ -227,16 +232,15 @@ def _batch_bars(share: BatchShare) -> tuple[_Bar, ...]:
 
 def _key(held: Sequence[Holding]) -> str:
     """How to read it."""
-    batch, shares = held[0].batch, held[0].shares
-    rows = any(holding.batch.whole for holding in held)
-    sentences = (
-        ("A bar is all there is of an axis; in colour, what the device holds of it. Equal colours are equal parts.", True),
-        ("Grey: all of it, as on the others.", any(share.parts == 1 for share in (*shares, batch)) and len(held) > 1),
-        ("In outline: zeros appended.", any(share.zeros for holding in held for share in holding.shares)),
-        ("Rows: the items or windows that it has whole.", rows),
-        ("Tokens: its part of those that are spread.", bool(batch.spread)),
-    )
-    return " ".join(sentence for sentence, needed in sentences if needed)
+    parts = [*(share.parts for share in held[0].shares), held[0].batch.parts]
+    where_needed = {
+        "Grey: all of it, as on the others.": 1 in parts and len(held) > 1,
+        "In outline: zeros appended.": any(share.zeros for holding in held for share in holding.shares),
+        "Rows: the items or windows that it has whole.": any(holding.batch.whole for holding in held),
+        "Tokens: its part of those that are spread.": held[0].batch.spread,
+    }
+    always = "A bar is all there is of an axis; in colour, what the device holds of it. Equal colours are equal parts."
+    return " ".join([always, *(sentence for sentence, needed in where_needed.items() if needed)])
 
 
 def _colour(part: int, parts: int, *, lightness: float = 0.78, turn: float = 0) -> str:
@@ -249,13 +253,13 @@ def _colour(part: int, parts: int, *, lightness: float = 0.78, turn: float = 0) 
     hue, chroma = 2 * math.pi * (part / parts + turn + 0.7), 0.13
     lightness -= 0.06 * (part % 2)
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
-    l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    s = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
     linear = (
-        4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
-        -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
-        -0.0041960863 * l - 0.7034186147 * m + 1.7076147010 * s,
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
     )
     levels = (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055 for x in linear)
     return "#" + "".join(f"{round(255 * min(max(level, 0.0), 1.0)):02x}" for level in levels)

@@ -85,8 +85,8 @@ class Candidate:
 class Plan:
     """The layout of one encoder on one mesh.
 
-    `print(plan)` says in plain text what was decided and why, `rich.print(plan)` in colours and as wide as the terminal;
-    as the last line of a notebook's cell a plan is shown with a picture of what each device holds.
+    `print(plan)` says in plain text what was decided and why, `rich.print(plan)` in colours and as wide as the
+    terminal; in a notebook, a plan that ends a cell is shown with a picture of what each device holds.
 
     Args:
       encoder: The name it goes by.
@@ -312,8 +312,12 @@ class Plan:
     def __rich__(self) -> "Group":
         """What `rich.print` shows."""
         from rich.console import Group
+        from rich.text import Text
 
-        return Group(*_header(self), *(table.rich() for table in _tables(self)), *_totals(self))
+        title, *header = map(Text, _header(self))
+        title.stylize("bold")
+        totals = [Text.assemble((start, "cyan"), rest) for start, rest in map(_first_word, _totals(self))]
+        return Group(title, *header, *_tables(self), Text(), *totals)
 
     def _check_path(self, path: str) -> None:
         if path not in self.parameter_specs:
@@ -330,6 +334,12 @@ def _header(plan: Plan) -> list[str]:
         f"{plan.encoder} on {devices}, mesh ({_given(plan)})",
         f"Strategy: {plan.strategy}, {plan.reason}",
     ]
+
+
+def _first_word(line: str) -> tuple[str, str]:
+    """A line in two, after the colon that its first words end with."""
+    start, colon, rest = line.partition(":")
+    return start + colon, rest
 
 
 def _given(plan: Plan) -> str:
@@ -393,7 +403,8 @@ def _tables(plan: Plan) -> list[Table]:
             "Decisions", ("group", "axis", ">size", "mesh axes", ">parts", ">per device", "action", "why"), decisions
         ),
         Table(
-            "Candidates (weights x batch: into how many parts; flops ratio: work of the busiest device over an equal share)",
+            "Candidates (weights x batch: into how many parts; "
+            "flops ratio: work of the busiest device over an equal share)",
             (
                 "strategy",
                 "weights x batch",
@@ -452,7 +463,7 @@ def _facts(plan: Plan) -> dict[str, _Fact]:
         "mesh": _given(plan),
         "mesh once split": describe_mesh(plan.mesh) if dict(plan.mesh.shape) != dict(plan.given_mesh) else "-",
         "strategy": plan.strategy,
-        **{f"{decision.group}: {decision.axis}": _held(decision) for decision in plan.decisions if decision.group != BATCH},
+        **{f"{each.group}: {each.axis}": _held(each) for each in plan.decisions if each.group != BATCH},
         "batch layout": plan.batch_layout,
         "parts of the batch": f"{plan.rows_parts}",
         "items or windows": f"{len(plan.batching.whole[0]) + len(plan.batching.spread)}",

@@ -1,5 +1,6 @@
 """The sentences in which a plan, a warning or an error says what happened."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import AbstractMesh
@@ -161,83 +162,84 @@ def indivisible_text(
     name: str,
 ) -> str:
     """The error for a strategy that does not divide: what, why, and the ways out, as `strategy=` takes them."""
-    lines = [f"{name}: strategy {strategy!r} is not possible on mesh ({describe_mesh(mesh)})."]
     refused = [layout for layout in layouts if layout.strategy == strategy]
     axis = splittable_axis(rules, workload) if strategy == "hybrid" else None
+    lines = [f"{name}: strategy {strategy!r} is not possible on mesh ({describe_mesh(mesh)})."]
     if not refused and axis:
-        size = mesh.shape[axis]
-        few = f"{size} is prime" if size > 1 else "it is a single device"
-        lines.append(f"It splits mesh axis {axis!r} in two, a part for the weights and a part for the batch; {few}.")
+        why = f"{mesh.shape[axis]} is prime" if mesh.shape[axis] > 1 else "it is a single device"
+        lines.append(f"It splits mesh axis {axis!r} in two, a part for the weights and a part for the batch; {why}.")
     elif not refused:
         alone = " that stands alone as an alternative" if strategy == "hybrid" else ""
         lines.append(f"It needs a mesh axis in the rules of the groups' weights{alone}.")
-    # each split of hybrid has obstacles of its own
-    for layout in refused:
+    for layout in refused if axis else refused[:1]:  # each split of hybrid has obstacles of its own
         for obstacle in layout.obstacles:
             axes, shape = parameters[obstacle.parameter].axes, list(parameters[obstacle.parameter].shape)
             lines.append(
                 f"{obstacle.parameter}: axis {obstacle.axis!r} (dimension {axes.index(obstacle.axis)} of {shape}) has "
                 f"size {obstacle.size}, and {shortfall(obstacle)}."
             )
-        if not axis:
-            break
-    if axis:
-        works = _hybrid_sizes(mesh.shape[axis], axis, mesh, parameters=parameters, rules=rules, workload=workload)
-        if works:
-            lines.append(f"The nearest sizes of {axis!r} that would work: {' and '.join(map(str, works))}.")
-    elif refused:
-        blocked = {obstacle.group for obstacle in refused[0].obstacles}
-        weights = {g.axis for g in workload.groups if g.name in blocked or refused[0].divided.get(g.name) == g.axis}
-        firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
-        sizes = axis_sizes(parameters)
-        limits = [(size, most_padding(g)) for g in workload.groups if g.axis in firm for size in sizes[g.axis or ""]]
-        counts = range(1, min(size for size, _ in limits) + 1)
-        works = [parts for parts in counts if all(fits(size, parts, most) for size, most in limits)]
-        lines.append(
-            f"Sizes of {quoted(refused[0].obstacles[0].mesh_axes)} that would work: {', '.join(map(str, works))}."
-        )
-    lines.append("Strategies that would work on this mesh:")
+    if axis and (nearest := _sizes_to_split(axis, mesh, rules, parameters=parameters, workload=workload)):
+        lines.append(f"The nearest sizes of {axis!r} that would work: {' and '.join(map(str, nearest))}.")
+    elif refused and not axis:
+        works = ", ".join(map(str, _sizes_that_fit(refused[0], rules, parameters=parameters, workload=workload)))
+        lines.append(f"Sizes of {quoted(refused[0].obstacles[0].mesh_axes)} that would work: {works}.")
+    ways = _ways(layouts, mesh=mesh, workload=workload)
+    return "\n".join(
+        [*lines, "Strategies that would work on this mesh:", *(f"  {way!r}: {what}" for way, what in ways.items())]
+    )
+
+
+def _sizes_that_fit(
+    refused: Layout, rules: AxisRules, *, parameters: Mapping[str, Parameter], workload: Workload
+) -> list[int]:
+    """The sizes of the mesh axis over which all weights would divide that have to."""
+    blocked = {obstacle.group for obstacle in refused.obstacles}
+    weights = {g.axis for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis}
+    firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
+    sizes = axis_sizes(parameters)
+    limits = [(size, most_padding(g)) for g in workload.groups if g.axis in firm for size in sizes[g.axis or ""]]
+    counts = range(1, min(size for size, _ in limits) + 1)
+    return [parts for parts in counts if all(fits(size, parts, most) for size, most in limits)]
+
+
+def _sizes_to_split(
+    axis: str, mesh: AnyMesh, rules: AxisRules, *, parameters: Mapping[str, Parameter], workload: Workload
+) -> list[int]:
+    """The nearest sizes of the mesh axis, below and above, of which hybrid would work."""
+
+    def works(size: int) -> bool:
+        shape = {**mesh.shape, axis: size}
+        other = AbstractMesh(tuple(shape.values()), tuple(shape))
+        layouts = enumerate_layouts(other, rules, sizes=axis_sizes(parameters), workload=workload)
+        return any(layout.strategy == "hybrid" and not layout.obstacles for layout in layouts)
+
+    now = mesh.shape[axis]
+    below, above = range(now - 1, 3, -1), range(now + 1, 4 * now + 4)
+    return [size for sizes in (below, above) for size in itertools.islice(filter(works, sizes), 1)]
+
+
+def _ways(layouts: Sequence[Layout], *, mesh: AnyMesh, workload: Workload) -> dict[str, str]:
+    """The strategies that are possible, and what each of them does."""
     ways: dict[str, str] = {}
     for layout in layouts:
         if not layout.obstacles:
             ways.setdefault(layout.strategy, summary(layout, mesh))
     tensor = next((layout for layout in layouts if layout.strategy == "tensor"), None)
     if tensor and tensor.obstacles and tensor.divided:
-        whole = {obstacle.group: "replicate" for obstacle in tensor.obstacles}
-        names = " and ".join(whole)
-        ways[describe_mixture(whole)] = f"{names} whole on each device, the rest as in 'tensor'"
-        blocked_groups = [group for group in workload.groups if group.name in whole]
-        if all(group.paddable for group in blocked_groups):
-            ways[describe_mixture(dict.fromkeys(whole, "pad"))] = f"{names} padded with zeros until it divides, the rest as in 'tensor'"
+        blocked = list(dict.fromkeys(obstacle.group for obstacle in tensor.obstacles))
+        rest = f"the rest as in {tensor.strategy!r}"
+        whole, padded = (describe_mixture(dict.fromkeys(blocked, choice)) for choice in ("replicate", "pad"))
+        ways[whole] = f"{' and '.join(blocked)} whole on each device, {rest}"
+        if all(group.paddable for group in workload.groups if group.name in blocked):
+            ways[padded] = f"{' and '.join(blocked)} padded with zeros until it divides, {rest}"
     ways["auto"] = "whichever of tensor, hybrid and data leaves the least work on the busiest device"
-    return "\n".join([*lines, *(f"  {way!r}: {what}" for way, what in ways.items())])
-
-
-def _hybrid_sizes(
-    size: int,
-    axis: str,
-    mesh: AnyMesh,
-    *,
-    parameters: Mapping[str, Parameter],
-    rules: AxisRules,
-    workload: Workload,
-) -> list[int]:
-    """The nearest sizes of the mesh axis, below and above, that hybrid could split."""
-
-    def works(other: int) -> bool:
-        shape = {**mesh.shape, axis: other}
-        abstract = AbstractMesh(tuple(shape.values()), tuple(shape))
-        layouts = enumerate_layouts(abstract, rules, sizes=axis_sizes(parameters), workload=workload)
-        return any(layout.strategy == "hybrid" and not layout.obstacles for layout in layouts)
-
-    below = next((other for other in range(size - 1, 3, -1) if works(other)), None)
-    above = next((other for other in range(size + 1, 4 * size + 4) if works(other)), None)
-    return [other for other in (below, above) if other]
+    return ways
 
 
 def memory_text(possible: Iterable[tuple[Layout, Cost]], *, memory_limit: int, mesh: AnyMesh, name: str) -> str:
     """The error where no layout fits the memory limit."""
-    lines = [f"{name}: no layout on mesh ({describe_mesh(mesh)}) fits the memory limit of {memory_limit:,} bytes a device:"]
+    limit = f"the memory limit of {memory_limit:,} bytes a device"
+    lines = [f"{name}: no layout on mesh ({describe_mesh(mesh)}) fits {limit}:"]
     lines += [f"  {o.strategy!r} ({summary(o, mesh)}): {c.param_bytes_per_device:,} bytes" for o, c in possible]
     return "\n".join(lines)
 

@@ -52,9 +52,10 @@ def resolve(
       workload: What is to be computed; decides between the layouts that are possible.
       strategy: "auto", "tensor" (weights over the whole model axis), "hybrid" (weights over a part of it, the batch
         over the rest), "data" (weights whole, batch over everything), "replicate" (weights whole, the model axis
-        idle), or `{group: "tensor" | "pad" | "replicate"}`, as a dict or as in "attention=pad, mlp=tensor". Auto looks at the layouts in which no device does more
-        than 1.10 times its share of the work (or else at those with the least work on the busiest): it takes the one
-        that divides the weights most, or, with a memory limit, the fastest that fits it.
+        idle), or `{group: "tensor" | "pad" | "replicate"}`, also in the form "attention=pad, mlp=tensor". Auto looks
+        at the layouts in which no device does more than 1.10 times its share of the work (or else at those with the
+        least work on the busiest): it takes the one that divides the weights most, or, with a memory limit, the
+        fastest that fits it.
       mm_encoder_tp_mode: The engines' setting: "weights" is tensor where it divides and auto's choice otherwise,
         "data" is data.
       memory_limit: Most bytes of parameters on one device. What fits is then free: time alone decides.
@@ -163,9 +164,9 @@ def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Worklo
         )
     if isinstance(strategy, str) or not strategy:
         if strategy not in STRATEGIES:
-            known = ", ".join(map(repr, STRATEGIES))
+            known, choices = ", ".join(map(repr, STRATEGIES)), ", ".join(CHOICES)
             raise ValueError(
-                f"strategy {strategy!r} should be one of {known}, or give groups a choice of {', '.join(CHOICES)}, as in "
+                f"strategy {strategy!r} should be one of {known}, or give groups one of {choices}, as in "
                 "'attention=pad, mlp=tensor'"
             )
         return "data" if mode == "data" else strategy
@@ -209,10 +210,11 @@ def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, 
     _warned.add(key)
     misfits = [reasons.misfit(o.size, o.axis, o.parts, o.mesh_axes) for o in obstacles]
     _logger.warning(
-        "%s on mesh (%s): %s, so strategy %r is used instead of 'tensor'. Ask for it to silence this.",
+        "%s on mesh (%s): %s, so %r is used instead of 'tensor'. Ask for strategy %r to silence this.",
         name,
         describe_mesh(mesh),
         " and ".join(misfits),
+        layout.strategy,
         layout.strategy,
     )
 
