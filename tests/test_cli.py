@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -161,6 +163,14 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
 )
 def test_plan_fails_with_an_error(command, arguments, says):
     assert_error(command(jaxenc_app, "plan", *arguments), *says)
+
+
+def test_the_plan_in_the_readme_is_what_is_printed(command):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    call, shown = re.search(r"^    \$ jaxenc (plan .*)\n\n((?:    .*\n|\n)+)", readme, re.MULTILINE).groups()
+    code, out, _ = command(jaxenc_app, *call.split())
+    assert code == 0
+    assert textwrap.dedent(shown).strip() == out.strip()
 
 
 def test_plan_is_called_what_was_asked_for(as_json, kimi_folder):
