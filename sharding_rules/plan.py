@@ -3,13 +3,13 @@
 import html
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost, cost_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -251,10 +252,70 @@ class Plan:
         if AxisType.Explicit in context.axis_types:
             raise ValueError(
                 f"{self.encoder}: the mesh of jax.set_mesh ({describe_mesh(context)}) has Explicit axes, the plan's "
-                f"({describe_mesh(self.mesh)}) Auto ones. Call through jax.sharding.auto_axes or outside set_mesh."
+                f"({describe_mesh(self.mesh)}) Auto ones. Call through Plan.call, through jax.sharding.auto_axes or "
+                "outside set_mesh."
             )
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return constrained
+
+    def call(self, function: Callable[..., T], *args: Any, shardings: Sequence[Any]) -> T:
+        """Calls a function that uses `constrain` on the plan's mesh, whatever mesh `jax.set_mesh` has set around it.
+
+        Arguments and results cross over between the meshes, in and out of jit and grad. On a surrounding mesh that is
+        not the plan's, results have their first dimension, the batch, divided over the plan's batch axes that this mesh
+        has too, and nothing else (over its Explicit axes only, where it has any).
+
+        Args:
+          function: Of these arguments, to arrays whose first dimension is the batch.
+          *args: Pytrees of arrays.
+          shardings: For each argument, a pytree of where the plan wants its arrays.
+
+        Returns:
+          What the function returns.
+
+        Raises:
+          RulesError: The call is inside jit or grad and the surrounding mesh has another number of devices, or it is
+            inside a shard_map; names both meshes. Plans for one device run there too, with arguments that are there.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty or (context == self.mesh.abstract_mesh and not _other_devices(self.mesh, context, ())):
+            return function(*args)
+        if AxisType.Manual in context.axis_types:
+            if self.mesh.size > 1:
+                raise RulesError(
+                    f"{self._beside(context)}, and this is inside its shard_map, where each device has its own program "
+                    "and a plan cannot divide one over them. Call outside shard_map, or with a plan for one device."
+                )
+            return function(*args)
+        if _other_devices(self.mesh, context, args):
+            try:
+                own = jax.set_mesh(self.mesh)  # type: ignore[arg-type]
+            except ValueError:  # the one way to learn that a transformation is at work
+                raise RulesError(
+                    f"{self._beside(context)}: other devices, and JAX allows but one set of them inside jit and "
+                    "grad. No strategy changes that: use jit and grad outside that set_mesh or within "
+                    "jax.set_mesh(plan.mesh), or plan for the mesh that is set; there every strategy works."
+                ) from None
+            with own:
+                return function(*args)
+
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        kind = AxisType.Explicit if AxisType.Explicit in context.axis_types else AxisType.Auto
+        shared = [a for a in self.axes[BATCH] if kinds.get(a) is kind and context.shape[a] == self.mesh.shape[a]]
+        spec = partition_spec([tuple(shared)])
+
+        def on_plans_mesh(*args: Any) -> T:
+            if self.mesh.size != context.size:  # a plan for one device: it names no mesh, its arguments are here
+                return function(*args)
+            # from one mesh of Auto axes to another, which may split its axes: in a trace set_mesh could not do that
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                # grad outside jit takes the mesh of its residuals from the first arguments: they have to be on this one
+                out = function(*jax.device_put(args, tuple(shardings)))
+                # a split for which the surrounding mesh has no names would fail in whatever the caller does next
+                return jax.device_put(out, NamedSharding(self.mesh, spec))
+
+        called: T = jax.sharding.auto_axes(on_plans_mesh, axes=context.axis_names, out_sharding=spec)(*args)
+        return called
 
     def holdings(self) -> tuple[Holding, ...]:
         """What every device holds, in the mesh's order: which heads, columns, tokens and items. Print one, or all."""
@@ -326,6 +387,24 @@ class Plan:
     def _check(self, name: str) -> None:
         if name not in self.axes:
             raise RulesError(f"{self.encoder}: there is no rule for axis {name!r}{nearest(name, self.axes)}")
+
+    def _beside(self, context: AbstractMesh) -> str:
+        return (
+            f"{self.encoder}: the plan's mesh is ({describe_mesh(self.mesh)}), the surrounding one "
+            f"({describe_mesh(context)})"
+        )
+
+
+def _other_devices(mesh: AnyMesh, context: AbstractMesh, args: Any) -> bool:
+    """Whether the plan, or its arguments if it is for one device, are elsewhere than the surrounding mesh."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)] if mesh.size == 1 else [mesh]
+    if any(other.size != context.size for other in meshes if not other.empty):
+        return True
+    try:
+        around = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not say inside jit and grad; there it finds other devices itself, and names them
+        return False
+    return mesh.size == context.size and isinstance(mesh, Mesh) and [*around.devices.flat] != [*mesh.devices.flat]
 
 
 def _header(plan: Plan) -> list[str]:
