@@ -25,7 +25,7 @@ from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.layers.parameters import flatten
 from jaxenc.models import EncoderConfig, abstract_module
 from jaxenc.packing import Batch, Budget
-from sharding_rules import Batching, Plan
+from sharding_rules import Batching, Plan, Workload
 
 logger = logging.getLogger("jaxenc")
 
@@ -94,7 +94,7 @@ class Encoder:
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self.budgets = self._ladder(budgets)
-        self._ranked = {budget: self._seconds(budget) for budget in self.budgets}
+        self._ranked = {budget: self.plan.predict(*self._full(budget)).seconds for budget in self.budgets}
         self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
@@ -303,8 +303,8 @@ class Encoder:
                 )
         return tuple(sorted(given))
 
-    def _seconds(self, budget: Budget) -> float:
-        """The predicted time of a budget's program, whatever is in it."""
+    def _full(self, budget: Budget) -> tuple[Workload, Batching]:
+        """The work of a budget's program, whatever is in it, and how it lies."""
         rows, parts = budget.rows, self.plan.rows_parts
         whole = self.config.workload((budget.length,)).tokens if budget.length else ()
         items = (budget.length,) * (rows if whole else 0) + ((rows * budget.spread,) if budget.spread else ())
@@ -314,7 +314,7 @@ class Encoder:
             tuple(tuple(range(part * share, (part + 1) * share)) for part in range(parts)),
             tuple(range(parts * share, len(workload.tokens))),
         )
-        return self.plan.predict(workload, batching).seconds
+        return workload, batching
 
     def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
         given = {kind: sources for kind, sources in kinds.items() if sources is not None}
@@ -389,7 +389,12 @@ class Encoder:
             layout=layout,
         )
         for budget, placed in packed:
-            yield budget, self.config.layout(items, placed, budget, self.plan.length_parts)
+            yield budget, self.config.layout(items, placed, budget, self._parts)
+
+    @property
+    def _parts(self) -> Mapping[str, int]:
+        """Parts of the batch and of each token axis."""
+        return {"batch": self.plan.rows_parts, **self.plan.length_parts}
 
     @property
     def _mesh(self) -> Mesh:
@@ -408,7 +413,7 @@ class Encoder:
         if budget not in self.compiled:
             inputs = {
                 name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-                for name, array in self.config.layout((), (), budget, self.plan.length_parts).inputs.items()
+                for name, array in self.config.layout((), (), budget, self._parts).inputs.items()
             }
             # the plan's own mesh, whatever mesh the caller has set around this
             with jax.set_mesh(self._mesh):

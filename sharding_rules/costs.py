@@ -190,7 +190,7 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
         if not by_tokens and parts > 1 and group.summed:
             size = load.fullest * group.summed * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
-        if spread and group.shared:
+        if spread and batch_parts > 1 and group.shared:
             size = spread * group.shared * itemsize / (1 if by_tokens else parts)
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, batch_parts))
     return tuple(found)

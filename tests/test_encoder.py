@@ -317,7 +317,7 @@ def valid(batch):
 def poisoned(batch, name):
     """NaN wherever no item is."""
     array = np.array(batch.inputs[name])
-    if "frames" in batch.inputs:  # mel [rows, chunks, mel, frames]
+    if "frames" in batch.inputs:  # mel [parts, chunks, rows, mel, frames]
         real = batch.inputs["frames"][..., None, None]
         array[np.broadcast_to(np.arange(array.shape[-1]) >= real, array.shape)] = np.nan
     else:  # one entry a token
