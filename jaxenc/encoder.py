@@ -411,15 +411,19 @@ class Encoder:
 
     def _program(self, budget: Budget) -> jax.stages.Compiled:
         if budget not in self.compiled:
-            inputs = {
-                name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-                for name, array in self.config.layout((), (), budget, self._parts).inputs.items()
-            }
-            # the plan's own mesh, whatever mesh the caller has set around this
-            with jax.set_mesh(self._mesh):
-                lowered = self._jitted.lower(self.params, inputs, capture=())
-            self.compiled[budget] = lowered.compile(compiler_options=self._compiler_options())
+            self.compiled[budget] = self._lower(budget).compile(compiler_options=self._compiler_options())
         return self.compiled[budget]
+
+    def _lower(self, budget: Budget) -> jax.stages.Lowered:
+        # the plan's own mesh, whatever mesh the caller has set around this
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(self.params, self._shapes(budget), capture=())
+
+    def _shapes(self, budget: Budget) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
+            for name, array in self.config.layout((), (), budget, self._parts).inputs.items()
+        }
 
     def _compiler_options(self) -> dict[str, str | bool]:
         # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it

@@ -6,7 +6,7 @@ the reasons.
 """
 
 from sharding_rules.batching import Batching
-from sharding_rules.costs import Cost
+from sharding_rules.costs import Collective, Cost
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.profiles import PROFILES, DeviceProfile
@@ -19,6 +19,7 @@ __all__ = [
     "AxisRules",
     "Batching",
     "Candidate",
+    "Collective",
     "Cost",
     "Decision",
     "DeviceProfile",
