@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
@@ -40,16 +39,15 @@ ODD_KIMI, ODD_QWEN = replace(KIMI, mlp=2041), replace(QWEN, mlp=2558)
 NARROW_QWEN = replace(QWEN, embed=620)
 
 
-def case(config, data, model, strategy, layout):
-    named = strategy if isinstance(strategy, str) else "+".join(f"{group}={choice}" for group, choice in strategy.items())
+def case(config, mesh, strategy, layout):
+    how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
     odd = "" if config in (KIMI, QWEN, WHISPER) else "odd-"
-    return pytest.param(
-        config, (data, model), strategy, layout, id=f"{odd}{config.family}-{data}x{model}-{named}-{layout}"
-    )
+    name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
+    return pytest.param(config, mesh, strategy, layout, id=name)
 
 
 CASES = [
-    case(config, *mesh, strategy, layout)
+    case(config, mesh, strategy, layout)
     for config, mesh, strategies, layouts in [
         # on one part of the batch there is nothing to spread over
         (KIMI, (1, 8), ("tensor", "replicate", MIXED), ("rows",)),
@@ -74,7 +72,8 @@ every_case = pytest.mark.parametrize(("config", "mesh", "strategy", "layout"), C
 def compiled(config, mesh, strategy, layout, *, scanned=False):
     """The encoder, the program of one budget, and that budget's work and batching; no parameter has values."""
     frozen = strategy if isinstance(strategy, str) else tuple(strategy.items())
-    return _compiled(config, mesh, frozen, BUDGETS[config.family][layout] if isinstance(layout, str) else layout, scanned)
+    budget = BUDGETS[config.family][layout] if isinstance(layout, str) else layout
+    return _compiled(config, mesh, frozen, budget, scanned)
 
 
 @functools.cache
@@ -98,8 +97,7 @@ def _compiled(config, mesh, strategy, budget, scanned):
 
 
 COLLECTIVE = re.compile(
-    r"= (?P<made>.+?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+|ragged-[a-z-]+)"
-    r"(?:-start)?\(.*?(?:replica_groups=(?:\{\{(?P<listed>[\d,]+)\}|\[\d+,(?P<counted>\d+)\]))?"
+    r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-[a-z]+|ragged-all-to-all)(?:-start)?\("
 )
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}
 
@@ -109,13 +107,23 @@ def collectives_of(program):
     found = defaultdict(list)
     for line in program.as_text().splitlines():
         if match := COLLECTIVE.search(line):
-            groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
-            listed, counted = groups.groups() if groups else ("", None)
-            devices = int(counted) if counted else len(listed.split(","))
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match["made"])
+            made, kind = match.groups()
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", made)
             size = sum(BYTES[dtype] * math.prod(map(int, filter(None, shape.split(",")))) for dtype, shape in arrays)
-            found[match["kind"], devices].append(size)
+            found[kind, devices_of(line)].append(size)
     return {key: sorted(sizes) for key, sizes in found.items()}
+
+
+def devices_of(line):
+    """How many devices take part together; None where the groups are not spelled in one of XLA's three ways."""
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):  # {{0,1,2,3},{4,5,6,7}}
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):  # [groups,devices]<=[8]
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[(.+?)\] \{([^}:]+)\}", line):  # mesh['data'=2,'model'=4] {'model'}
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+    return None
 
 
 def predicted(encoder, workload, batching, *, scanned=False):
@@ -172,9 +180,13 @@ def test_in_rows_whole_weights_need_no_collective_at_all(config, strategy):
 
 @pytest.mark.parametrize(
     ("config", "mesh", "strategy", "devices"),
-    [(KIMI, (1, 8), "tensor", 8), (QWEN, (1, 8), "hybrid", 4), (QWEN, (2, 4), "tensor", 4), (WHISPER, (2, 4), "tensor", 4)],
-    ids=["kimi", "qwen", "qwen-2x4", "whisper"],
-)  # fmt: skip
+    [
+        pytest.param(KIMI, (1, 8), "tensor", 8, id="kimi"),
+        pytest.param(QWEN, (1, 8), "hybrid", 4, id="qwen"),
+        pytest.param(QWEN, (2, 4), "tensor", 4, id="qwen-2x4"),
+        pytest.param(WHISPER, (2, 4), "tensor", 4, id="whisper"),
+    ],
+)
 def test_divided_weights_reduce_twice_a_layer_and_permute_nothing(config, mesh, strategy, devices):
     encoder, program, *work = compiled(config, mesh, strategy, "rows")
     assert encoder.plan.predict(*work).collectives_per_layer == 2
@@ -209,9 +221,7 @@ def test_a_flat_qkv_would_be_seen_to_permute():
         return [jax.lax.with_sharding_constraint(part, columns) for part in parts]
 
     x = jax.ShapeDtypeStruct((2, 64, 512), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    kernel = jax.ShapeDtypeStruct(
-        (512, 1536), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model"))
-    )
+    kernel = jax.ShapeDtypeStruct((512, 1536), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model")))
     kinds = {kind for kind, _ in collectives_of(jax.jit(flat).lower(x, kernel).compile())}
     assert kinds & {"collective-permute", "all-to-all"}
 
