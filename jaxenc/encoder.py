@@ -26,7 +26,7 @@ from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.layers.parameters import flatten
 from jaxenc.models import EncoderConfig, abstract_module
 from jaxenc.packing import Batch, Budget
-from sharding_rules import Batching, Plan
+from sharding_rules import Batching, Plan, Workload
 
 logger = logging.getLogger("jaxenc")
 
@@ -60,6 +60,7 @@ class Encoder:
         params: nested dict of arrays.
         dtype: of parameters and products.
         budgets: shapes that batches can have.
+        costs: budget -> what its program is predicted to cost: FLOPs, memory, traffic, seconds.
         compiled: budget -> its program, so far as there was need of it.
     """
 
@@ -95,7 +96,7 @@ class Encoder:
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self.budgets = self._ladder(budgets)
-        self._ranked = {budget: self._seconds(budget) for budget in self.budgets}
+        self.costs = {budget: self.plan.predict(*self._full(budget)) for budget in self.budgets}
         self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
@@ -308,8 +309,8 @@ class Encoder:
                 )
         return tuple(sorted(given))
 
-    def _seconds(self, budget: Budget) -> float:
-        """The predicted time of a budget's program, whatever is in it."""
+    def _full(self, budget: Budget) -> tuple[Workload, Batching]:
+        """The work of a budget's program, whatever is in it, and how it lies."""
         rows, parts = budget.rows, self.plan.rows_parts
         whole = self.config.workload((budget.length,)).tokens if budget.length else ()
         items = (budget.length,) * (rows if whole else 0) + ((rows * budget.spread,) if budget.spread else ())
@@ -319,7 +320,7 @@ class Encoder:
             tuple(tuple(range(part * share, (part + 1) * share)) for part in range(parts)),
             tuple(range(parts * share, len(workload.tokens))),
         )
-        return self.plan.predict(workload, batching).seconds
+        return workload, batching
 
     def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
         given = {kind: sources for kind, sources in kinds.items() if sources is not None}
@@ -387,14 +388,19 @@ class Encoder:
     def _batches(self, items: Sequence[Item], layout: BatchLayout) -> Iterable[tuple[Budget, Batch]]:
         packed = packing.pack(
             list(map(self.config.pieces, items)),
-            self._ranked,
+            {budget: cost.seconds for budget, cost in self.costs.items()},
             window=self.config.window,
             units=list(map(self.config.item_unit, items)),
             names=[item.name or f"item {i}" for i, item in enumerate(items)],
             layout=layout,
         )
         for budget, placed in packed:
-            yield budget, self.config.layout(items, placed, budget, self.plan.length_parts)
+            yield budget, self.config.layout(items, placed, budget, self._parts)
+
+    @property
+    def _parts(self) -> Mapping[str, int]:
+        """Parts of the batch and of each token axis."""
+        return {"batch": self.plan.rows_parts, **self.plan.length_parts}
 
     @property
     def _mesh(self) -> Mesh:
@@ -422,15 +428,19 @@ class Encoder:
 
     def _program(self, budget: Budget) -> jax.stages.Compiled:
         if budget not in self.compiled:
-            inputs = {
-                name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-                for name, array in self.config.layout((), (), budget, self.plan.length_parts).inputs.items()
-            }
-            # the plan's own mesh, whatever mesh the caller has set around this
-            with jax.set_mesh(self._mesh):
-                lowered = self._jitted.lower(self.params, inputs, capture=())
-            self.compiled[budget] = lowered.compile(compiler_options=self._compiler_options())
+            self.compiled[budget] = self._lower(budget).compile(compiler_options=self._compiler_options())
         return self.compiled[budget]
+
+    def _lower(self, budget: Budget) -> jax.stages.Lowered:
+        # the plan's own mesh, whatever mesh the caller has set around this
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(self.params, self._shapes(budget), capture=())
+
+    def _shapes(self, budget: Budget) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
+            for name, array in self.config.layout((), (), budget, self._parts).inputs.items()
+        }
 
     def _compiler_options(self) -> dict[str, str | bool]:
         # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it

@@ -6,7 +6,7 @@ the reasons.
 """
 
 from sharding_rules.batching import Batching
-from sharding_rules.costs import Cost
+from sharding_rules.costs import Collective, Cost
 from sharding_rules.holdings import BatchShare, Holding, Share
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
@@ -21,6 +21,7 @@ __all__ = [
     "BatchShare",
     "Batching",
     "Candidate",
+    "Collective",
     "Cost",
     "Decision",
     "DeviceProfile",

@@ -126,6 +126,7 @@ def cost_of(
     dtype = np.dtype(next((parameter.dtype for parameter in parameters.values()), "float32"))
     batch_parts = len(batching.rows)
     flops, live = np.zeros(batch_parts), np.zeros(batch_parts)
+    spread = sum(workload.tokens[item] for item in batching.spread)
     bound, units_per_device = 0.0, math.inf
     loads = {unit: _Load(workload.tokens, batching, unit=unit) for unit in {1, *(g.unit for g in workload.groups)}}
     for group in workload.groups:
@@ -135,7 +136,10 @@ def cost_of(
         # tokens are divided by whole units; weights evenly, their padding included
         share = waste / parts if not by_tokens else np.ceil(load.units / parts) / np.maximum(load.units, 1)
         flops += share * load.of(group.flops)
-        live = np.maximum(live, share * load.of(group.live or (0.0,) * len(workload.tokens)))
+        # where an item is spread, a device still has all of its keys, and their scores with its own queries
+        across = group.pairs * load.pairs(group.block, parts if by_tokens else 1) + group.shared * spread
+        held = share * load.of(group.live or (0.0,) * len(workload.tokens)) + across * (1 if by_tokens else share)
+        live = np.maximum(live, held)
         units, pieces = int(load.units.sum()), batch_parts * (parts if by_tokens else 1)
         if work := math.fsum(group.flops):
             bound += work * (1 if by_tokens else waste / parts) * math.ceil(units / pieces) / units
@@ -190,7 +194,7 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
         if not by_tokens and parts > 1 and group.summed:
             size = load.fullest * group.summed * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
-        if spread and group.shared:
+        if spread and batch_parts > 1 and group.shared:
             size = spread * group.shared * itemsize / (1 if by_tokens else parts)
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, batch_parts))
     return tuple(found)
@@ -201,7 +205,8 @@ class _Load:
 
     def __init__(self, tokens: Sequence[int], batching: Batching, *, unit: int):
         self.batching = batching
-        self.each = np.ceil(np.asarray(tokens, float) / unit)
+        self.tokens = np.asarray(tokens, float)
+        self.each = np.ceil(self.tokens / unit)
         self.dealt = deal([int(self.each[item]) for item in batching.spread], len(batching.rows))
         whole = self._whole(self.each)
         self.units = whole + self.dealt.sum(axis=0)
@@ -211,6 +216,12 @@ class _Load:
         """What each part gets of some amount that every item has."""
         given, spread = np.asarray(amounts, float), list(self.batching.spread)
         got: np.ndarray = self._whole(given) + given[spread] / np.maximum(self.each[spread], 1) @ self.dealt
+        return got
+
+    def pairs(self, block: int, parts: int) -> np.ndarray:
+        """Pairs of tokens that each part has at once where each item's tokens are divided further into `parts`."""
+        whole, spread = (np.minimum(self.tokens / (parts * n), block) * self.tokens for n in (1, len(self.units)))
+        got: np.ndarray = self._whole(whole) + spread[list(self.batching.spread)].sum()
         return got
 
     def _whole(self, amounts: np.ndarray) -> np.ndarray:

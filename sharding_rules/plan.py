@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules.batching import Batching
-from sharding_rules.costs import FAIR, Cost, cost_of
+from sharding_rules.costs import FAIR, Collective, Cost, collectives, cost_of
 from sharding_rules.holdings import Holding, holdings_json, holdings_of
 from sharding_rules.mesh import AnyMesh
 from sharding_rules.pictures import picture
@@ -175,6 +175,10 @@ class Plan:
     def predict(self, workload: Workload, batching: Batching) -> Cost:
         """What another call would cost on this layout."""
         return cost_of(self.layout, self.parameters, workload=workload, batching=batching, profile=self.profile)
+
+    def collectives(self, workload: Workload, batching: Batching) -> tuple[Collective, ...]:
+        """What devices would say to each other in such a call."""
+        return collectives(self.layout, workload=workload, batching=batching, dtype=_dtype(self))
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of one parameter on the devices, padding included."""

@@ -21,7 +21,9 @@ class GroupWork:
       returned: Elements of a token's vector that goes back to all devices where the tokens are divided instead.
       shared: Elements of a token that all devices need where an item is spread over them: keys and values. They are
         divided as the weight axis is.
-      live: Elements that each item holds at once in one layer, at most.
+      live: Elements that each item holds at once in one layer, at most; `pairs` come on top.
+      pairs: Elements for every pair of tokens of an item, such as attention's scores.
+      block: Tokens whose pairs are held at once.
     """
 
     name: str
@@ -35,6 +37,8 @@ class GroupWork:
     returned: float = 0
     shared: float = 0
     live: tuple[float, ...] = ()
+    pairs: float = 0
+    block: int = 1
 
 
 @dataclass(frozen=True)

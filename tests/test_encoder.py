@@ -295,6 +295,17 @@ def test_budgets_are_checked_against_the_plan(kimi_folder):
         jaxenc.load(kimi_folder, budgets=[Budget(250, 1)])
 
 
+@pytest.mark.parametrize("budget", [Budget(416, 8), Budget(104, 8, 104)], ids=["rows", "rows and length"])
+def test_a_part_of_the_batch_may_have_several_rows(qwen, qwen_folder, clips, budget):
+    # two parts of four rows, whose chunks lie on the devices in another order than in the rows
+    encoder = jaxenc.load(
+        qwen_folder, mesh=jaxenc.make_mesh(data=2, model=4), dtype="float32", strategy="tensor", budgets=[budget]
+    )
+    assert encoder.plan.rows_parts == 2
+    for rows, one in zip(encoder.encode_items(clips), qwen.encode_items(clips), strict=True):
+        assert_close(rows, one)
+
+
 @pytest.mark.parametrize("which", ["kimi_8", "qwen_8"])
 def test_pack_apply_unpack_inside_the_callers_own_jit_is_encode_items(which, request, pictures, clips):
     encoder = request.getfixturevalue(which)
@@ -317,7 +328,7 @@ def valid(batch):
 def poisoned(batch, name):
     """NaN wherever no item is."""
     array = np.array(batch.inputs[name])
-    if "frames" in batch.inputs:  # mel [rows, chunks, mel, frames]
+    if "frames" in batch.inputs:  # mel [parts, chunks, rows, mel, frames]
         real = batch.inputs["frames"][..., None, None]
         array[np.broadcast_to(np.arange(array.shape[-1]) >= real, array.shape)] = np.nan
     else:  # one entry a token

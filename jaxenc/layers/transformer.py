@@ -77,7 +77,9 @@ class TransformerConfig:
             paddable=True,
             summed=c.embed,
             shared=2 * width,
-            live=tuple(n * (2.0 * c.embed + 4.0 * width) + 2.0 * c.heads * min(n, QUERY_BLOCK) * n for n in tokens),
+            live=tuple(n * (2.0 * c.embed + 4.0 * width) for n in tokens),
+            pairs=2 * c.heads,
+            block=QUERY_BLOCK,
         )
         mlp = GroupWork(
             "mlp",

@@ -87,7 +87,7 @@ class EncoderConfig(Protocol):
         """Raises InputError for an item that this encoder cannot encode."""
 
     def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]) -> Batch:
-        """The arrays of one batch; of an empty one, their shapes."""
+        """The arrays of one batch; of an empty one, their shapes. `parts` are those of the batch and of token axes."""
 
 
 FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper)}

@@ -82,8 +82,8 @@ class Config:
         "qwen3_omni_moe_audio_encoder",
     )
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
-        "mel": ("batch", "stem_length", None, None),
-        "frames": ("batch", "stem_length"),
+        "mel": ("batch", "stem_length", None, None, None),
+        "frames": ("batch", "stem_length", None),
         "segments": ("batch", "length"),
         "spread": (None, None),
         "spread_source": ("batch", None),
@@ -265,7 +265,11 @@ class Config:
     def layout(
         self, items: Sequence[AudioItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
     ) -> Batch:
-        """One batch: chunks of the spectrogram, how much of each is real, and which tokens share a window."""
+        """One batch: chunks of the spectrogram, how much of each is real, and which tokens share a window.
+
+        Chunks come as [parts of the batch, chunks of a row, rows of a part]. The convolutions take all of them as one
+        axis; in this order every device's chunks are next to each other there, and stay on it.
+        """
         b, size, (whole, shared) = budget.rows, self.chunk_tokens, self._chunks(budget, parts)
         slots = Slots.empty(b, budget.row)
         arrays = {
@@ -298,6 +302,9 @@ class Config:
             slots.index[place.row, place.offset + real] = tokens[real]
         if budget.spread:
             arrays |= {"spread": packing.fold(arrays["segments"], budget, self.window), "spread_source": source}
+        for name in ("mel", "frames"):
+            by_part = arrays[name].reshape(parts.get("batch", 1), -1, *arrays[name].shape[1:])
+            arrays[name] = by_part.swapaxes(1, 2)
         return Batch(arrays, slots, slots)
 
 
@@ -371,20 +378,25 @@ class Stem(nnx.Module):
         self.out = Linear({"embed": c.embed}, features, bias=False, dtype=dtype)
 
     def __call__(
-        self, mel: Float[Array, "b chunks mel frames"], frames: Int[Array, "b chunks"], *, shard: Shard
+        self,
+        mel: Float[Array, "parts chunks rows mel frames"],
+        frames: Int[Array, "parts chunks rows"],
+        *,
+        shard: Shard,
     ) -> Float[Array, "b n embed"]:
-        """Tokens of every chunk; those of padding are finite."""
-        b, chunks, bins, length = mel.shape
+        """Tokens of every chunk, row by row; those of padding are finite."""
+        *grid, bins, length = mel.shape
         real = jnp.arange(length) < frames[..., None, None]
         # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
         x = jnp.where(real, mel, 0).astype(self.out.kernel.dtype)
-        x = shard(x, "batch", "stem_length", "mel", "frames").reshape(b * chunks, 1, bins, length)
+        x = shard(x, "batch", "stem_length", None, "mel", "frames").reshape(-1, 1, bins, length)
         for conv in (self.conv1, self.conv2, self.conv3):
             x = jax.nn.gelu(conv(x), approximate=False)
         # channel-major: the projection reads [channels, mel] flattened at each position
-        x = self.out(jnp.moveaxis(x, -1, 1).reshape(b, chunks, x.shape[-1], -1))
-        x = x + jnp.asarray(sinusoids(x.shape[2], x.shape[-1]), x.dtype)
-        return x.reshape(b, chunks * x.shape[2], -1)
+        x = self.out(jnp.moveaxis(x, -1, 1).reshape(*grid, x.shape[-1], -1))
+        x = x + jnp.asarray(sinusoids(*x.shape[-2:]), x.dtype)
+        parts, chunks, rows, tokens, embed = x.shape
+        return x.swapaxes(1, 2).reshape(parts * rows, chunks * tokens, embed)
 
 
 def sinusoids(positions: int, embed: int) -> Float[np.ndarray, "positions embed"]:
