@@ -195,7 +195,8 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
             size = load.fullest * group.summed * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
         if spread and batch_parts > 1 and group.shared:
-            size = spread * group.shared * itemsize / (1 if by_tokens else parts)
+            share = 1 if by_tokens else (1 + layout.waste(group.axis)) / parts
+            size = spread * group.shared * share * itemsize
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, batch_parts))
     return tuple(found)
 

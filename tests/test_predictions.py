@@ -37,6 +37,8 @@ PADDED_MLP = {"attention": "tensor", "mlp": "pad"}
 ODD_KIMI, ODD_QWEN = replace(KIMI, mlp=2041), replace(QWEN, mlp=2558)
 # 620 does not divide over 8, nor may a projector be padded: its tokens are divided
 NARROW_QWEN = replace(QWEN, embed=620)
+# 18 heads become 20 on 4 devices, in keys and values that are gathered too
+QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
 
 def case(config, mesh, strategy, layout):
@@ -61,6 +63,7 @@ CASES = [
         (ODD_KIMI, (2, 4), (PADDED_MLP,), ("rows", "length", "both")),
         (QWEN, (2, 4), ("tensor", "hybrid", "data", "replicate", MIXED), ("rows", "length", "both")),
         (ODD_QWEN, (2, 4), (PADDED_MLP,), ("rows", "length", "both")),
+        (QWEN_18, (2, 4), (PADDED_HEADS,), ("both",)),
         (WHISPER, (2, 4), ("tensor", "data"), ("rows", "both")),
     ]
     for strategy in strategies
