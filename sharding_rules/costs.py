@@ -143,9 +143,7 @@ def cost_of(
     ideal = math.fsum(workload.item_flops) / layout.mesh.size
     busiest = float(flops.max(initial=0.0))
     param_bytes = sum(
-        np.dtype(parameter.dtype).itemsize
-        * math.prod(layout.shape(parameter))
-        // math.prod(layout.parts(name) for name in parameter.axes)
+        np.dtype(parameter.dtype).itemsize * math.prod(layout.shape(parameter)) // layout.parameter_parts(parameter)
         for parameter in parameters.values()
     )
     exchanged = collectives(layout, workload=workload, batching=batching, dtype=dtype)

@@ -150,7 +150,11 @@ def indivisible_text(
     refused = next((layout for layout in layouts if layout.strategy == strategy), None)
     lines = [f"{name}: strategy {strategy!r} is not possible on mesh ({describe_mesh(mesh)})."]
     if refused is None:
-        needs = " that stands alone as an alternative and whose size is not prime" if strategy == "hybrid" else ""
+        needs = ""
+        if strategy == "hybrid":
+            needs = (
+                " that stands alone as an alternative, whose size is not prime, and AXIS_batch free for its other part"
+            )
         lines.append(f"It needs a mesh axis in the rules of the groups' weights{needs}.")
     else:
         for obstacle in refused.obstacles:
@@ -160,10 +164,10 @@ def indivisible_text(
                 f"size {obstacle.size}, and {shortfall(obstacle)}."
             )
         blocked = {obstacle.group for obstacle in refused.obstacles}
-        weights = {g.axis for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis}
-        firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
+        weights = [g for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis]
+        firm = [(g, g.axis) for g in weights if g.axis is not None and not rules.alternatives(g.length_axis)]
         sizes = axis_sizes(parameters)
-        limits = [(size, most_padding(g)) for g in workload.groups if g.axis in firm for size in sizes[g.axis or ""]]
+        limits = [(size, most_padding(g)) for g, axis in firm for size in sizes[axis]]
         counts = range(1, min(size for size, _ in limits) + 1)
         works = ", ".join(f"{parts}" for parts in counts if all(fits(size, parts, most) for size, most in limits))
         lines.append(f"Sizes of {quoted(refused.obstacles[0].mesh_axes)} that would work: {works}.")

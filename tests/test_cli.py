@@ -145,6 +145,7 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
         (["kimi_k25", "--mesh", "model=8", "--strategy", "best"], ["strategy='best' should be one of"]),
         (["kimi_k25", "--mesh", "model=8", "--memory-limit", "999"], ["memory_limit=999 bytes"]),
         (["kimi_k25", "--mesh", "model=8", "--dtype", "float12"], ["float12"]),
+        (["kimi_k25", "--mesh", "modle=8"], ["mesh axis 'modle'", "did you mean 'model'? Rename it"]),
         (["./nowhere", "--mesh", "model=8"], ["nowhere: no such file or folder"]),
         (["whisper", "--mesh", "model=8", "--tower", "vision"], ["there is no vision tower that is known here"]),
     ],
