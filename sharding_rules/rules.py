@@ -105,7 +105,7 @@ class AxisRules(Mapping[str, Rule]):
         """Raise a RulesError, naming `where` and the nearest known name, for a name without a rule."""
         if name not in self._rules:
             raise RulesError(
-                f"{where}: there is no rule for axis {name!r}{nearest(name, self)}. "
+                f"{where}: there is no rule for axis {name!r}{nearest(name, self) or '.'} "
                 f"Name every axis in the rules; {name}=None means never divided."
             )
 
@@ -116,7 +116,7 @@ class AxisRules(Mapping[str, Rule]):
                 if axis not in mesh.axis_names:
                     raise RulesError(
                         f"rule {name}={self[name]!r} names mesh axis {axis!r}, which the mesh ({describe_mesh(mesh)}) "
-                        f"does not have{nearest(axis, mesh.axis_names)}."
+                        f"does not have{nearest(axis, mesh.axis_names) or '.'}"
                     )
 
 
