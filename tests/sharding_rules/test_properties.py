@@ -1,5 +1,6 @@
 """What holds for any names, shapes, meshes, rules and work: a plan that JAX takes as it is, or a documented error."""
 
+import contextlib
 import json
 import logging
 import math
@@ -236,8 +237,8 @@ def assert_deterministic(problem, plan):
 
 
 @examples(25)
-@given(problems(), st.integers(1, 3))
-def test_jax_takes_every_plan_as_it_is(problem, multiple):
+@given(problems(), st.integers(1, 3), st.booleans())
+def test_jax_takes_every_plan_as_it_is(problem, multiple, in_context):
     plan = plan_or_documented_error(problem)
     assume(plan is not None)
     shardings = {path: plan.sharding(path) for path in problem.parameters}
@@ -273,7 +274,13 @@ def test_jax_takes_every_plan_as_it_is(problem, multiple):
     def work(params):
         return params, [plan.constrain(jax.numpy.zeros(shape) + 1, *names) for names, shape, _ in activations]
 
-    out, constrained = jax.jit(work, in_shardings=(shardings,), out_shardings=(shardings, None))(placed)
+    jitted = jax.jit(work, in_shardings=(shardings,), out_shardings=(shardings, None))
+    with jax.set_mesh(problem.mesh) if in_context else contextlib.nullcontext():
+        if in_context and activations and plan.mesh.size > 1 and AxisType.Explicit in problem.mesh.axis_types:
+            with pytest.raises(ValueError, match="has Explicit axes, the plan's"):
+                jitted(placed)
+            return
+        out, constrained = jitted(placed)
     for path, value in out.items():
         assert value.sharding == shardings[path]
         np.testing.assert_array_equal(np.asarray(value), padded[path])
