@@ -11,7 +11,7 @@ from jaxenc import console
 from jaxenc.console import Debug, Json, Output, Quiet, Version
 from jaxenc.demo import run_demo
 from jaxenc.errors import InputError
-from sharding_rules import device_mesh
+from sharding_rules import PROFILES, device_mesh
 
 VIDEO_SUFFIXES = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".gif"}
 
@@ -23,7 +23,22 @@ app = typer.Typer(
 )
 Mesh = Annotated[str, typer.Option("--mesh", help="Axis sizes, such as data=1,model=8.")]
 Tower = Annotated[str | None, typer.Option("--tower", help="vision or audio, where a checkpoint has both.")]
-Strategy = Annotated[str, typer.Option("--strategy", help="auto, tensor, hybrid, data or replicate.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help="auto, tensor, hybrid, data, replicate, or tensor, pad or replicate by group, such as "
+        "attention=pad,mlp=tensor.",
+    ),
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="Of the batch: rows keeps items whole, length spreads the tokens of each over devices, auto does either "
+        "by predicted time.",
+    ),
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; as stored where not given.")]
 
 
@@ -63,14 +78,24 @@ def plan(
     name: Annotated[str, typer.Argument(metavar="NAME|SRC", help="family, family:variant, or a checkpoint.")],
     mesh: Mesh,
     batch: Annotated[int, typer.Option(help="Items encoded together.", min=1)] = 8,
-    tokens: Annotated[int | None, typer.Option(help="Tokens an item that enter the first block.", min=1)] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens an item that enter the first block; a typical item's where not given.", min=1),
+    ] = None,
     strategy: Strategy = "auto",
     tower: Tower = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32 or bfloat16; where not given as stored in a checkpoint, bfloat16 without one."),
     ] = None,
-    memory_limit: Annotated[int | None, typer.Option(help="Bytes of parameters a device may hold.", min=1)] = None,
+    memory_limit: Annotated[
+        int | None,
+        typer.Option(help="Bytes of parameters a device may hold; the fastest that fits is then taken.", min=1),
+    ] = None,
+    layout: Layout = "auto",
+    device: Annotated[
+        str | None, typer.Option(help=f"Whose speed is predicted: {', '.join(PROFILES)}; h100 where not given.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -85,8 +110,10 @@ def plan(
         dtype=dtype,
         strategy=strategy,
         memory_limit=memory_limit,
+        layout=layout,
+        device=device,
     )
-    Output(as_json, quiet).result(made.to_json(), str(made))
+    Output(as_json, quiet).result(made.to_json(), str(made), coloured=made)
 
 
 @app.command()
@@ -98,6 +125,7 @@ def encode(
     tower: Tower = None,
     dtype: Dtype = None,
     strategy: Strategy = "auto",
+    layout: Layout = "auto",
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Report bad files and encode the others.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -116,7 +144,8 @@ def encode(
     rows: dict[Path, Any] = {}
     for kind in dict.fromkeys(kinds.values()):
         chosen = [file for file in files if kinds[file] == kind]
-        encoded = encoder.encode(**{kind: chosen}, on_error="skip" if skip_bad else "raise")  # type: ignore[arg-type]
+        on_error = "skip" if skip_bad else "raise"
+        encoded = encoder.encode(**{kind: chosen}, on_error=on_error, layout=layout)  # type: ignore[arg-type]
         rows.update(zip(chosen, encoded, strict=True))
     written = {str(file): rows[file] for file in files if rows[file] is not None}
     if not written:

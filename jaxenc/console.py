@@ -1,5 +1,6 @@
 """What both command lines share: where output goes, and how a run ends."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -62,8 +63,20 @@ class Output:
         if not self.quiet:
             typer.echo(text, err=True)
 
-    def result(self, data: dict[str, Any], text: str) -> None:
-        """The command's result, on stdout."""
+    def result(self, data: dict[str, Any], text: str, *, coloured: Any = None) -> None:
+        """The command's result, on stdout.
+
+        Args:
+            data: printed with --json.
+            text: printed without.
+            coloured: printed instead of `text` on a terminal, by rich where it is installed, unless --quiet.
+        """
+        if coloured is not None and sys.stdout.isatty() and not (self.as_json or self.quiet):
+            with contextlib.suppress(ImportError):
+                from rich.console import Console
+
+                Console().print(coloured)
+                return
         typer.echo(json.dumps(data) if self.as_json else text)
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -202,6 +203,8 @@ class Encoder:
     def apply(self, params: Params, batch: Batch, capture: Sequence[int] | Literal["all"] = ()) -> Any:
         """Runs the encoder on one batch: a pure function, for your own jit, grad or pipeline.
 
+        Inside `jax.set_mesh`, of any axes, it works on the plan's own mesh; see `Plan.call`.
+
         Args:
             params: as `encoder.params`.
             batch: as `encoder.pack` makes it.
@@ -209,8 +212,15 @@ class Encoder:
 
         Returns:
             Rows [b, m, dim]; with `capture`, a pair of them and block -> tokens [b, n, embed].
+
+        Raises:
+            RulesError: the surrounding mesh has other devices, inside jit or grad; names both meshes.
         """
-        rows, captured = self._jitted(params, dict(batch.inputs), capture=self._blocks(capture))
+        run = partial(self._jitted, capture=self._blocks(capture))
+        inputs = dict(batch.inputs)
+        own = unflatten_dict({path: self.plan.sharding(path) for path in flatten(self.params)}, sep="/")
+        shardings = own, {name: self._input_sharding(name) for name in inputs}
+        rows, captured = self.plan.call(run, params, inputs, shardings=shardings)
         return (rows, captured) if captured else rows
 
     def unpack(self, out: Shaped[Array, "b m d"], batch: Batch) -> list[np.ndarray]:
@@ -248,12 +258,7 @@ class Encoder:
         ]
         if problems:
             raise ValueError(f"parameters do not fit {self.plan.encoder}: {'; '.join(sorted(problems))}")
-        placed = {}
-        for path in own:
-            value = (
-                given[path] if given[path].shape == own[path].shape else self.plan.pad(path, np.asarray(given[path]))
-            )
-            placed[path] = jax.device_put(jnp.asarray(value, self.dtype), self.plan.sharding(path))
+        placed = {path: self._placed(path, given[path]) for path in own}
         other = Encoder(
             self.config,
             self.plan,
@@ -398,6 +403,17 @@ class Encoder:
 
     def _input_sharding(self, name: str) -> NamedSharding:
         return NamedSharding(self._mesh, self.plan.spec(*self.config.input_axes[name]))
+
+    def _placed(self, path: str, array: Any) -> jax.Array:
+        sharding = self.plan.sharding(path)
+        if array.shape != self.plan.shape(path):
+            array = self.plan.pad(path, np.asarray(array))
+        placed = jax.device_put(array, sharding)
+        if placed.dtype == self.dtype:
+            return placed
+        # within the mesh of a caller's set_mesh, JAX refuses to cast what is on another
+        with nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(self._mesh):
+            return jax.device_put(placed.astype(self.dtype), sharding)
 
     def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
         inputs = {name: _place(np.asarray(array), self._input_sharding(name)) for name, array in batch.inputs.items()}

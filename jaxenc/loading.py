@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ def load(
         tower: "vision" or "audio", where the checkpoint has both.
         dtype: of parameters and products, float32 or bfloat16; as stored where not given (float32 for other types).
         strategy: "auto", "tensor", "hybrid", "data", "replicate", or a dict of group -> "tensor" | "pad" |
-            "replicate".
+            "replicate", which can also be written as in "attention=pad, mlp=tensor".
         rules: which mesh axes the logical axes may use; `jaxenc.default_rules(mesh)` where not given.
         mm_encoder_tp_mode: the engines' setting, "weights" or "data".
         memory_limit: bytes of parameters a device may hold; what fits is then free, and the fastest layout is taken.
@@ -151,6 +153,7 @@ def from_config(
         mm_encoder_tp_mode=mm_encoder_tp_mode,
         memory_limit=memory_limit,
         device=device,
+        name=_asked_name(config, sizes),
     )
 
     params = {}
@@ -184,7 +187,8 @@ def plan(
         mesh: a mesh, instead of a shape.
         tower: "vision" or "audio", where there are both.
         batch: items encoded together.
-        tokens: that enter the first block, an item; a typical item's where not given.
+        tokens: that enter the first block, an item; a typical item's where not given. An encoder of a fixed length
+            takes no other.
         dtype: of parameters; where not given as stored in a checkpoint, and bfloat16 without one.
         strategy: see `load`.
         rules: see `load`.
@@ -199,6 +203,7 @@ def plan(
     Raises:
         ConfigError: no such encoder.
         IndivisibleAxisError: `strategy` does not divide over the mesh.
+        ValueError: a setting that is not known, or another number of `tokens` than the encoder always has.
     """
     if (mesh is None) == (mesh_shape is None):
         raise TypeError("give either mesh_shape={axis: size} or mesh=")
@@ -207,6 +212,10 @@ def plan(
         names, sizes = tuple(mesh_shape), tuple(mesh_shape.values())
         mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
     config, stored = _config(encoder, tower=tower)
+    name = _asked_name(encoder, config)
+    always = sum(config.workload((1,)).tokens)  # above 1 where an item counts as one of a fixed length
+    if tokens not in (None, always) and always > 1:
+        raise ValueError(f"{name}: every item has {always} tokens, whatever is in it; it cannot have {tokens}")
     return _plan(
         config,
         _checked(mesh, Mesh | AbstractMesh),
@@ -219,6 +228,7 @@ def plan(
         layout=layout,
         batch=batch,
         tokens=tokens,
+        name=name,
     )
 
 
@@ -313,11 +323,12 @@ def _plan(
     layout: str = "auto",
     batch: int | None = None,
     tokens: int | None = None,
+    name: str | None = None,
 ) -> Plan:
     # weights are placed once, for a stream of calls: an item for each device is what keeps all of them busy
     items = (tokens or config.typical_tokens,) * (mesh.size if batch is None else batch)
     return resolve(
-        _parameters(config, dtype),
+        _parameters(config, jnp.dtype(dtype)),
         mesh,
         rules=default_rules(mesh) if rules is None else rules,
         workload=config.workload(items),
@@ -326,13 +337,14 @@ def _plan(
         memory_limit=memory_limit,
         layout=layout,
         device=device,
-        name=config.family,
+        name=name or config.family,
     )
 
 
-def _parameters(config: EncoderConfig, dtype: DTypeLike) -> dict[str, Parameter]:
+@lru_cache(maxsize=32)
+def _parameters(config: EncoderConfig, dtype: np.dtype[Any]) -> Mapping[str, Parameter]:
     module = abstract_module(config, dtype=dtype)
-    return {path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()}
+    return MappingProxyType({path: Parameter(p.shape, p.axes, p.dtype) for path, p in declared(module).items()})
 
 
 def _checked(mesh: Any, kind: Any) -> Any:
@@ -355,13 +367,18 @@ def _config(
     return _one_tower([named_config(encoder)], tower=tower, name=encoder), None
 
 
+def _asked_name(encoder: str | Mapping[str, Any] | EncoderConfig, config: EncoderConfig) -> str:
+    """What a plan is called: `family:variant` where that was asked for, else the family."""
+    return encoder if isinstance(encoder, str) and encoder.partition(":")[0] == config.family else config.family
+
+
 def _one_tower(configs: Sequence[EncoderConfig], *, tower: str | None, name: str) -> EncoderConfig:
     there = ", ".join(f"{config.modality} ({config.family})" for config in configs)
     chosen = [config for config in configs if tower in (None, config.modality)]
     if not chosen:
         raise ConfigError(f"{name}: there is no {tower} tower that is known here; there is {there}")
     if len(chosen) > 1:
-        raise ConfigError(f"{name}: there are several towers; choose one with tower=: {there}")
+        raise ConfigError(f"{name}: there are several towers; choose one: {there}")
     return chosen[0]
 
 

@@ -7,6 +7,7 @@ the reasons.
 
 from sharding_rules.batching import Batching
 from sharding_rules.costs import Cost
+from sharding_rules.holdings import BatchShare, Holding, Share
 from sharding_rules.mesh import device_mesh, make_mesh, split_axis
 from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.profiles import PROFILES, DeviceProfile
@@ -18,16 +19,19 @@ from sharding_rules.workload import GroupWork, Workload
 __all__ = [
     "PROFILES",
     "AxisRules",
+    "BatchShare",
     "Batching",
     "Candidate",
     "Cost",
     "Decision",
     "DeviceProfile",
     "GroupWork",
+    "Holding",
     "IndivisibleAxisError",
     "Parameter",
     "Plan",
     "RulesError",
+    "Share",
     "Workload",
     "device_mesh",
     "make_mesh",

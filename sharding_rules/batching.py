@@ -87,7 +87,7 @@ def batchings(sizes: Sequence[float], parts: int, *, layout: str = "auto") -> It
 def _numbers_spread(sizes: Sequence[float], parts: int, layout: str) -> list[int]:
     items = len(sizes)
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} should be one of {', '.join(map(repr, LAYOUTS))}")
+        raise ValueError(f"layout {layout!r} should be one of {', '.join(map(repr, LAYOUTS))}")
     if parts == 1 or layout == "rows":
         return [0]
     if layout == "length":

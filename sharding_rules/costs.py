@@ -127,8 +127,9 @@ def cost_of(
     batch_parts = len(batching.rows)
     flops, live = np.zeros(batch_parts), np.zeros(batch_parts)
     bound, units_per_device = 0.0, math.inf
+    loads = {unit: _Load(workload.tokens, batching, unit=unit) for unit in {1, *(g.unit for g in workload.groups)}}
     for group in workload.groups:
-        load = _Load(workload.tokens, batching, unit=group.unit)
+        load = loads[group.unit]
         parts, waste = layout.group_parts(group.name), 1 + layout.waste(group.axis)
         by_tokens = layout.divided.get(group.name) == group.length_axis
         # tokens are divided by whole units; weights evenly, their padding included
@@ -139,7 +140,6 @@ def cost_of(
         if work := math.fsum(group.flops):
             bound += work * (1 if by_tokens else waste / parts) * math.ceil(units / pieces) / units
             units_per_device = min(units_per_device, units / pieces)
-    tokens = _Load(workload.tokens, batching, unit=1)
     ideal = math.fsum(workload.item_flops) / layout.mesh.size
     busiest = float(flops.max(initial=0.0))
     param_bytes = sum(
@@ -155,7 +155,7 @@ def cost_of(
         flops_ratio=busiest / ideal if ideal else 1.0,
         flops_bound=bound / ideal if ideal else 1.0,
         units_per_device=units_per_device if ideal else 0.0,
-        padding_ratio=tokens.fullest * batch_parts / sum(workload.tokens) if sum(workload.tokens) else 1.0,
+        padding_ratio=loads[1].fullest * batch_parts / sum(workload.tokens) if sum(workload.tokens) else 1.0,
         param_bytes_per_device=param_bytes,
         activation_bytes_per_device=_FLOAT32_BYTES * float(live.max(initial=0.0)),
         collectives_per_layer=len(repeated),

@@ -3,17 +3,19 @@
 import html
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost, cost_of
+from sharding_rules.holdings import Holding, holdings_json, holdings_of
 from sharding_rules.mesh import AnyMesh
+from sharding_rules.pictures import picture
 from sharding_rules.profiles import DeviceProfile
 from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
 from sharding_rules.strategies import Layout, partition_spec, parts_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Decision:
     Args:
       group: The group it belongs to, `"batch"`, or `"parameters"` for a weight axis of no group.
       axis: Logical name.
-      size: Its size; None for tokens, whose number the plan does not fix. For the batch, the number of units.
+      size: Its size; None for tokens, whose number the plan does not fix. For the batch, the items or windows.
       padded_size: The same with the zeros that are appended to make it divide.
       mesh_axes: Where it went; empty where it stays whole.
       parts: The number of parts.
@@ -82,7 +85,10 @@ class Candidate:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The layout of one encoder on one mesh. `print` it to see what was decided, and why.
+    """The layout of one encoder on one mesh.
+
+    `print(plan)` says in plain text what was decided and why, `rich.print(plan)` in colours and as wide as the
+    terminal; in a notebook, a plan that ends a cell is shown with a picture of what each device holds.
 
     Args:
       encoder: The name it goes by.
@@ -277,10 +283,74 @@ class Plan:
         if AxisType.Explicit in context.axis_types:
             raise ValueError(
                 f"{self.encoder}: the mesh of jax.set_mesh ({describe_mesh(context)}) has Explicit axes, the plan's "
-                f"({describe_mesh(self.mesh)}) Auto ones. Call through jax.sharding.auto_axes or outside set_mesh."
+                f"({describe_mesh(self.mesh)}) Auto ones. Call through Plan.call, through jax.sharding.auto_axes or "
+                "outside set_mesh."
             )
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return constrained
+
+    def call(self, function: Callable[..., T], *args: Any, shardings: Sequence[Any]) -> T:
+        """Calls a function that uses `constrain` on the plan's mesh, whatever mesh `jax.set_mesh` has set around it.
+
+        Arguments and results cross over between the meshes, in and out of jit and grad. On a surrounding mesh that is
+        not the plan's, results have their first dimension, the batch, divided over the plan's batch axes that this mesh
+        has too, and nothing else (over its Explicit axes only, where it has any).
+
+        Args:
+          function: Of these arguments, to arrays whose first dimension is the batch.
+          *args: Pytrees of arrays.
+          shardings: For each argument, a pytree of where the plan wants its arrays.
+
+        Returns:
+          What the function returns.
+
+        Raises:
+          RulesError: The call is inside jit or grad and the surrounding mesh has another number of devices, or it is
+            inside a shard_map; names both meshes. Plans for one device run there too, with arguments that are there.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty or (context == self.mesh.abstract_mesh and not _other_devices(self.mesh, context, ())):
+            return function(*args)
+        if AxisType.Manual in context.axis_types:
+            if self.mesh.size > 1:
+                raise RulesError(
+                    f"{self._beside(context)}, and this is inside its shard_map, where each device has its own program "
+                    "and a plan cannot divide one over them. Call outside shard_map, or with a plan for one device."
+                )
+            return function(*args)
+        if _other_devices(self.mesh, context, args):
+            try:
+                own = jax.set_mesh(self.mesh)  # type: ignore[arg-type]
+            except ValueError:  # the one way to learn that a transformation is at work
+                raise RulesError(
+                    f"{self._beside(context)}: other devices, and JAX allows but one set of them inside jit and "
+                    "grad. No strategy changes that: use jit and grad outside that set_mesh or within "
+                    "jax.set_mesh(plan.mesh), or plan for the mesh that is set; there every strategy works."
+                ) from None
+            with own:
+                return function(*args)
+
+        kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+        kind = AxisType.Explicit if AxisType.Explicit in context.axis_types else AxisType.Auto
+        shared = [a for a in self.axes[BATCH] if kinds.get(a) is kind and context.shape[a] == self.mesh.shape[a]]
+        spec = partition_spec([tuple(shared)])
+
+        def on_plans_mesh(*args: Any) -> T:
+            if self.mesh.size != context.size:  # a plan for one device: it names no mesh, its arguments are here
+                return function(*args)
+            # from one mesh of Auto axes to another, which may split its axes: in a trace set_mesh could not do that
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                # grad outside jit takes the mesh of its residuals from the first arguments: they have to be on this one
+                out = function(*jax.device_put(args, tuple(shardings)))
+                # a split for which the surrounding mesh has no names would fail in whatever the caller does next
+                return jax.device_put(out, NamedSharding(self.mesh, spec))
+
+        called: T = jax.sharding.auto_axes(on_plans_mesh, axes=context.axis_names, out_sharding=spec)(*args)
+        return called
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What every device holds, in the mesh's order: which heads, columns, tokens and items. Print one, or all."""
+        return holdings_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain dicts, lists, strings and numbers (bytes, FLOPs)."""
@@ -297,15 +367,20 @@ class Plan:
             "rows_parts": self.rows_parts,
             "length_parts": dict(self.length_parts),
             "candidates": [candidate.to_json() for candidate in self.candidates],
+            "holdings": holdings_json(self),
         }
 
     def diff(self, other: "Plan") -> str:
-        """What changes from this plan to another, a line each; "no difference" where nothing does."""
+        """What changes from this plan to another, on another mesh perhaps: a line each, or "no difference"."""
         mine, theirs = _facts(self), _facts(other)
-        changes = {key: (mine.get(key, "-"), theirs.get(key, "-")) for key in mine | theirs}
-        changed = {key: pair for key, pair in changes.items() if pair[0] != pair[1]}
-        width = max(map(len, changed), default=0)
-        return "\n".join(f"{key:<{width}}  {a}  ->  {b}" for key, (a, b) in changed.items()) or "no difference"
+        none = _Fact("-")
+        changes = [(key, mine.get(key, none), theirs.get(key, none)) for key in mine | theirs]
+        changed = [(key, a, b) for key, a, b in changes if a.text != b.text]
+        keys, befores = (max((len(f"{row[i]}") for row in changed), default=0) for i in (0, 1))
+        return (
+            "\n".join(f"{key:<{keys}}  {a!s:<{befores}}  ->  {b}{b.times(a)}" for key, a, b in changed)
+            or "no difference"
+        )
 
     def __str__(self) -> str:
         """Tables in plain text, below 120 columns."""
@@ -324,13 +399,17 @@ class Plan:
         before, after = (
             "".join(f"<p>{html.escape(line)}</p>" for line in lines) for lines in (_header(self), _totals(self))
         )
-        return "".join([before, *(table.html() for table in _tables(self)), after])
+        return "".join([before, picture(self), *(table.html() for table in _tables(self)), after])
 
     def __rich__(self) -> "Group":
         """What `rich.print` shows."""
         from rich.console import Group
+        from rich.text import Text
 
-        return Group(*_header(self), *(table.rich() for table in _tables(self)), *_totals(self))
+        title, *header = map(Text, _header(self))
+        title.stylize("bold")
+        totals = [Text.assemble((start, "cyan"), rest) for start, rest in map(_first_word, _totals(self))]
+        return Group(title, *header, *_tables(self), Text(), *totals)
 
     def _check_path(self, path: str) -> None:
         if path not in self.parameter_specs:
@@ -340,12 +419,41 @@ class Plan:
         if name not in self.axes:
             raise RulesError(f"{self.encoder}: there is no rule for axis {name!r}{nearest(name, self.axes)}")
 
+    def _beside(self, context: AbstractMesh) -> str:
+        return (
+            f"{self.encoder}: the plan's mesh is ({describe_mesh(self.mesh)}), the surrounding one "
+            f"({describe_mesh(context)})"
+        )
+
+
+def _other_devices(mesh: AnyMesh, context: AbstractMesh, args: Any) -> bool:
+    """Whether the plan, or its arguments if it is for one device, are elsewhere than the surrounding mesh."""
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)] if mesh.size == 1 else [mesh]
+    if any(other.size != context.size for other in meshes if not other.empty):
+        return True
+    try:
+        around = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not say inside jit and grad; there it finds other devices itself, and names them
+        return False
+    return mesh.size == context.size and isinstance(mesh, Mesh) and [*around.devices.flat] != [*mesh.devices.flat]
+
 
 def _header(plan: Plan) -> list[str]:
-    given = ", ".join(f"{axis}={size}" for axis, size in plan.given_mesh.items())
-    split = "" if dict(plan.mesh.shape) == dict(plan.given_mesh) else f", used as ({describe_mesh(plan.mesh)})"
     devices = f"{plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
-    return [f"{plan.encoder} on {devices}, mesh ({given}){split}", f"Strategy: {plan.strategy}, {plan.reason}"]
+    return [
+        f"{plan.encoder} on {devices}, mesh ({_given(plan)})",
+        f"Strategy: {plan.strategy}, {plan.reason}",
+    ]
+
+
+def _first_word(line: str) -> tuple[str, str]:
+    """A line in two, after the colon that its first words end with."""
+    start, colon, rest = line.partition(":")
+    return start + colon, rest
+
+
+def _given(plan: Plan) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in plan.given_mesh.items())
 
 
 def _totals(plan: Plan) -> list[str]:
@@ -364,7 +472,7 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(
             f"Faster: {fastest.strategy!r}, predicted {_seconds(fastest) * 1e3:.3g} ms with "
             f"{_si(fastest.cost.param_bytes_per_device if fastest.cost else 0)}B of parameters on each device. "
-            "Auto takes it where memory_limit= allows that much."
+            "Given a memory limit that it fits, auto takes it."
         )
     return lines
 
@@ -405,7 +513,8 @@ def _tables(plan: Plan) -> list[Table]:
             "Decisions", ("group", "axis", ">size", "mesh axes", ">parts", ">per device", "action", "why"), decisions
         ),
         Table(
-            "Candidates",
+            "Candidates (weights x batch: into how many parts; "
+            "flops ratio: work of the busiest device over an equal share)",
             (
                 "strategy",
                 "weights x batch",
@@ -435,21 +544,49 @@ def _si(value: float) -> str:
     return f"{value / 1000**power:.4g} {' kMGTP'[power].strip()}"
 
 
-def _facts(plan: Plan) -> dict[str, str]:
-    """What `diff` compares, in words."""
-    decisions = {
-        f"{decision.group} / {decision.axis}": f"{decision.action}, {decision.parts} x {decision.per_device}"
-        + (f" over {', '.join(decision.mesh_axes)}" if decision.mesh_axes else "")
-        for decision in plan.decisions
+@dataclass(frozen=True)
+class _Fact:
+    """One thing that `diff` compares, in words; with its number where it has one."""
+
+    text: str
+    number: float = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+    def times(self, before: "_Fact") -> str:
+        """`, 0.27 times`, where both have a number."""
+        return f", {self.number / before.number:.3g} times" if self.number and before.number else ""
+
+
+def _facts(plan: Plan) -> dict[str, _Fact]:
+    cost = plan.cost
+    numbers = {
+        "work of the busiest device": (f"{_si(cost.flops_per_device)}FLOP", cost.flops_per_device),
+        "parameters on each device": (f"{_si(cost.param_bytes_per_device)}B", cost.param_bytes_per_device),
+        "sent by each device": (f"{_si(cost.collective_bytes)}B", cost.collective_bytes),
+        f"predicted time on {plan.profile.name}": (f"{cost.seconds * 1e3:.3g} ms", cost.seconds),
     }
-    return {
+    words = {
         "encoder": plan.encoder,
-        "mesh": describe_mesh(plan.mesh),
+        "devices": f"{plan.mesh.size}",
+        "mesh": _given(plan),
+        "mesh once split": describe_mesh(plan.mesh) if dict(plan.mesh.shape) != dict(plan.given_mesh) else "-",
         "strategy": plan.strategy,
-        **decisions,
-        "flops ratio": f"{plan.flops_ratio:.3f}",
-        "padding ratio": f"{plan.padding_ratio:.3f}",
-        "parameters on each device": f"{_si(plan.param_bytes_per_device)}B",
-        "collectives in each layer": f"{plan.collectives_per_layer}",
+        **{f"{each.group}: {each.axis}": _held(each) for each in plan.decisions if each.group != BATCH},
         "batch layout": plan.batch_layout,
+        "parts of the batch": f"{plan.rows_parts}",
+        "items or windows": f"{len(plan.batching.whole[0]) + len(plan.batching.spread)}",
+        "flops ratio": f"{plan.flops_ratio:.2f}",
+        "padding ratio": f"{plan.padding_ratio:.2f}",
+        "collectives a layer": f"{plan.collectives_per_layer}",
     }
+    return {key: _Fact(text) for key, text in words.items()} | {key: _Fact(*pair) for key, pair in numbers.items()}
+
+
+def _held(decision: Decision) -> str:
+    """`5 on each of 4 (model)`."""
+    if decision.parts == 1:
+        return "whole"
+    padding = f", {_size(decision)} of zeros" if decision.action == "padded and sharded" else ""
+    return f"{decision.per_device} on each of {decision.parts} ({', '.join(decision.mesh_axes)}){padding}"

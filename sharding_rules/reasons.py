@@ -1,12 +1,25 @@
 """The sentences in which a plan, a warning or an error says what happened."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import AbstractMesh
 
 from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost
-from sharding_rules.mesh import AnyMesh
+from sharding_rules.mesh import AnyMesh, split_name
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh, flatten
-from sharding_rules.strategies import Layout, Obstacle, axis_sizes, fits, most_padding, parts_of
+from sharding_rules.strategies import (
+    Layout,
+    Obstacle,
+    axis_sizes,
+    describe_mixture,
+    enumerate_layouts,
+    fits,
+    most_padding,
+    parts_of,
+    splittable_axis,
+)
 from sharding_rules.workload import GroupWork, Workload
 
 FEW_UNITS = 10  # from so many on, whole units are no reason to be unfair
@@ -33,6 +46,8 @@ def plan_reason(layout: Layout, cost: Cost, *, obstacles: Sequence[Obstacle], by
     """Why this strategy, what it does, and what it leaves idle."""
     sentences = [shortfall(obstacles[0])] if obstacles else []
     sentences.append(summary(layout, mesh))
+    if dict(layout.mesh.shape) != dict(mesh.shape):
+        sentences.append(f"the plan's mesh is then ({describe_mesh(layout.mesh)})")
     busy = {axis for name in (BATCH, *layout.divided.values()) for axis in layout.axes[name]}
     idle = [axis for axis, size in layout.mesh.shape.items() if size > 1 and axis not in busy]
     if idle:
@@ -70,8 +85,8 @@ def weight_reason(size: int, axis: str, layout: Layout, mesh: AnyMesh) -> str:
 def tokens_reason(group: GroupWork, layout: Layout, sizes: Mapping[str, Mapping[int, str]]) -> str:
     """Why a group's tokens are divided instead of its weights."""
     axes, parts = layout.axes[group.length_axis], layout.parts(group.length_axis)
-    misfit = next((size for size in sizes.get(group.axis or "", ()) if size % parts), None)
-    why = does_not_divide(misfit, group.axis or "", parts, axes) if misfit else "no weight axis to divide here"
+    uneven = next((size for size in sizes.get(group.axis or "", ()) if size % parts), None)
+    why = does_not_divide(uneven, group.axis or "", parts, axes) if uneven else "no weight axis to divide here"
     return f"{why}; its tokens are divided over {parts_in_words(parts, axes)} instead"
 
 
@@ -89,8 +104,8 @@ def whole_reason(
         )
     parts = parts_of(mesh, options[0]) if options else 1
     limit = most_padding(group)
-    misfit = next((size for size in sizes.get(group.axis or "", ()) if not fits(size, parts, limit)), None)
-    why = f"{does_not_divide(misfit, group.axis or '', parts, options[0])}; " if misfit else ""
+    uneven = next((size for size in sizes.get(group.axis or "", ()) if not fits(size, parts, limit)), None)
+    why = f"{does_not_divide(uneven, group.axis or '', parts, options[0])}; " if uneven else ""
     return f"{why}weights whole on each device, which takes its own share of the batch"
 
 
@@ -146,50 +161,87 @@ def indivisible_text(
     workload: Workload,
     name: str,
 ) -> str:
-    """The error for a strategy that does not divide: what, why, and the ways out."""
-    refused = next((layout for layout in layouts if layout.strategy == strategy), None)
+    """The error for a strategy that does not divide: what, why, and the ways out, as `strategy=` takes them."""
+    refused = [layout for layout in layouts if layout.strategy == strategy]
+    axis = splittable_axis(rules, workload) if strategy == "hybrid" else None
     lines = [f"{name}: strategy {strategy!r} is not possible on mesh ({describe_mesh(mesh)})."]
-    if refused is None:
-        needs = ""
-        if strategy == "hybrid":
-            needs = (
-                " that stands alone as an alternative, whose size is not prime, and AXIS_batch free for its other part"
-            )
-        lines.append(f"It needs a mesh axis in the rules of the groups' weights{needs}.")
-    else:
-        for obstacle in refused.obstacles:
+    if not refused and axis:
+        why = f"{mesh.shape[axis]} is prime" if mesh.shape[axis] > 1 else "it is a single device"
+        if split_name(axis) in mesh.axis_names:
+            why = f"the other part would be {split_name(axis)!r}, which is there already"
+        lines.append(f"It splits mesh axis {axis!r} in two, a part for the weights and a part for the batch; {why}.")
+    elif not refused:
+        alone = " that stands alone as an alternative" if strategy == "hybrid" else ""
+        lines.append(f"It needs a mesh axis in the rules of the groups' weights{alone}.")
+    for layout in refused if axis else refused[:1]:  # each split of hybrid has obstacles of its own
+        for obstacle in layout.obstacles:
             axes, shape = parameters[obstacle.parameter].axes, list(parameters[obstacle.parameter].shape)
             lines.append(
                 f"{obstacle.parameter}: axis {obstacle.axis!r} (dimension {axes.index(obstacle.axis)} of {shape}) has "
                 f"size {obstacle.size}, and {shortfall(obstacle)}."
             )
-        blocked = {obstacle.group for obstacle in refused.obstacles}
-        weights = [g for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis]
-        firm = [(g, g.axis) for g in weights if g.axis is not None and not rules.alternatives(g.length_axis)]
-        sizes = axis_sizes(parameters)
-        limits = [(size, most_padding(g)) for g, axis in firm for size in sizes[axis]]
-        counts = range(1, min(size for size, _ in limits) + 1)
-        works = ", ".join(f"{parts}" for parts in counts if all(fits(size, parts, most) for size, most in limits))
-        lines.append(f"Sizes of {quoted(refused.obstacles[0].mesh_axes)} that would work: {works}.")
-    lines.append("Strategies that would work on this mesh:")
+    if axis and (nearest := _sizes_to_split(axis, mesh, rules, parameters=parameters, workload=workload)):
+        lines.append(f"The nearest sizes of {axis!r} that would work: {' and '.join(map(str, nearest))}.")
+    elif refused and not axis:
+        works = ", ".join(map(str, _sizes_that_fit(refused[0], rules, parameters=parameters, workload=workload)))
+        lines.append(f"Sizes of {quoted(refused[0].obstacles[0].mesh_axes)} that would work: {works}.")
+    ways = _ways(layouts, mesh=mesh, workload=workload)
+    return "\n".join(
+        [*lines, "Strategies that would work on this mesh:", *(f"  {way!r}: {what}" for way, what in ways.items())]
+    )
+
+
+def _sizes_that_fit(
+    refused: Layout, rules: AxisRules, *, parameters: Mapping[str, Parameter], workload: Workload
+) -> list[int]:
+    """The sizes of the mesh axis over which all weights would divide that have to."""
+    blocked = {obstacle.group for obstacle in refused.obstacles}
+    weights = [g for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis]
+    firm = [(g, g.axis) for g in weights if g.axis is not None and not rules.alternatives(g.length_axis)]
+    sizes = axis_sizes(parameters)
+    limits = [(size, most_padding(g)) for g, axis in firm for size in sizes[axis]]
+    counts = range(1, min(size for size, _ in limits) + 1)
+    return [parts for parts in counts if all(fits(size, parts, most) for size, most in limits)]
+
+
+def _sizes_to_split(
+    axis: str, mesh: AnyMesh, rules: AxisRules, *, parameters: Mapping[str, Parameter], workload: Workload
+) -> list[int]:
+    """The nearest sizes of the mesh axis, below and above, of which hybrid would work."""
+
+    def works(size: int) -> bool:
+        shape = {**mesh.shape, axis: size}
+        other = AbstractMesh(tuple(shape.values()), tuple(shape))
+        layouts = enumerate_layouts(other, rules, sizes=axis_sizes(parameters), workload=workload)
+        return any(layout.strategy == "hybrid" and not layout.obstacles for layout in layouts)
+
+    now = mesh.shape[axis]
+    below, above = range(now - 1, 3, -1), range(now + 1, 4 * now + 4)
+    return [size for sizes in (below, above) for size in itertools.islice(filter(works, sizes), 1)]
+
+
+def _ways(layouts: Sequence[Layout], *, mesh: AnyMesh, workload: Workload) -> dict[str, str]:
+    """The strategies that are possible, and what each of them does."""
     ways: dict[str, str] = {}
     for layout in layouts:
         if not layout.obstacles:
-            ways.setdefault(repr(layout.strategy), summary(layout, mesh))
+            ways.setdefault(layout.strategy, summary(layout, mesh))
     tensor = next((layout for layout in layouts if layout.strategy == "tensor"), None)
     if tensor and tensor.obstacles and tensor.divided:
-        whole = {obstacle.group: "replicate" for obstacle in tensor.obstacles}
-        ways[f"{whole}"] = "that whole on each device, the other groups as in 'tensor'"
-        blocked_groups = [group for group in workload.groups if group.name in whole]
-        if all(group.paddable for group in blocked_groups):
-            ways[f"{dict.fromkeys(whole, 'pad')}"] = "that padded with zeros until it divides"
-    ways["'auto'"] = "whichever of tensor, hybrid and data leaves the least work on the busiest device"
-    return "\n".join([*lines, *(f"  {way}: {what}" for way, what in ways.items())])
+        blocked = list(dict.fromkeys(obstacle.group for obstacle in tensor.obstacles))
+        rest = f"the rest as in {tensor.strategy!r}"
+        whole, padded = (describe_mixture(dict.fromkeys(blocked, choice)) for choice in ("replicate", "pad"))
+        ways[whole] = f"{' and '.join(blocked)} whole on each device, {rest}"
+        if all(group.paddable for group in workload.groups if group.name in blocked):
+            ways[padded] = f"{' and '.join(blocked)} padded with zeros until it divides, {rest}"
+    ways["auto"] = "whichever of tensor, hybrid and data leaves the least work on the busiest device"
+    return ways
 
 
 def memory_text(possible: Iterable[tuple[Layout, Cost]], *, memory_limit: int, mesh: AnyMesh, name: str) -> str:
     """The error where no layout fits the memory limit."""
-    lines = [f"{name}: no layout on mesh ({describe_mesh(mesh)}) fits memory_limit={memory_limit:,} bytes a device:"]
+    limit = f"the memory limit of {memory_limit:,} bytes a device"
+    lines = [f"{name}: no layout on mesh ({describe_mesh(mesh)}) fits {limit}:"]
     lines += [f"  {o.strategy!r} ({summary(o, mesh)}): {c.param_bytes_per_device:,} bytes" for o, c in possible]
     return "\n".join(lines)
 
@@ -197,7 +249,12 @@ def memory_text(possible: Iterable[tuple[Layout, Cost]], *, memory_limit: int, m
 def does_not_divide(size: int, axis: str, parts: int, axes: Axes) -> str:
     """`20 heads do not divide over 8 devices of 'model' (20 = 8 x 2 + 4)`."""
     why = f"{size} = {parts} x {size // parts} + {size % parts}" if size > parts else f"{size} is less than {parts}"
-    return f"{_count(size, axis)} do not divide over {parts_in_words(parts, axes)} ({why})"
+    return f"{misfit(size, axis, parts, axes)} ({why})"
+
+
+def misfit(size: int, axis: str, parts: int, axes: Axes) -> str:
+    """`20 heads do not divide over 8 devices of 'model'`."""
+    return f"{_count(size, axis)} {'does' if size == 1 else 'do'} not divide over {parts_in_words(parts, axes)}"
 
 
 def parts_in_words(parts: int, axes: Axes) -> str:
@@ -215,4 +272,5 @@ def _items(number: int) -> str:
 
 
 def _count(size: int, axis: str) -> str:
-    return f"{size} {axis}" if axis.endswith("s") else f"{size} {axis} columns"
+    name = axis.removesuffix("s") if axis.endswith("s") else f"{axis} column"
+    return f"{size} {name}{'s' * (size != 1)}"

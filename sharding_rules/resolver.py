@@ -53,9 +53,10 @@ def resolve(
       workload: What is to be computed; decides between the layouts that are possible.
       strategy: "auto", "tensor" (weights over the whole model axis), "hybrid" (weights over a part of it, the batch
         over the rest), "data" (weights whole, batch over everything), "replicate" (weights whole, the model axis
-        idle), or `{group: "tensor" | "pad" | "replicate"}`. Auto looks at the layouts in which no device does more
-        than 1.10 times its share of the work (or else at those with the least work on the busiest): it takes the one
-        that divides the weights most, or, with a memory limit, the fastest that fits it.
+        idle), or `{group: "tensor" | "pad" | "replicate"}`, also in the form "attention=pad, mlp=tensor". Auto looks
+        at the layouts in which no device does more than 1.10 times its share of the work (or else at those with the
+        least work on the busiest): it takes the one that divides the weights most, or, with a memory limit, the
+        fastest that fits it.
       mm_encoder_tp_mode: The engines' setting: "weights" is tensor where it divides and auto's choice otherwise,
         "data" is data.
       memory_limit: Most bytes of parameters on one device. What fits is then free: time alone decides.
@@ -72,6 +73,7 @@ def resolve(
       IndivisibleAxisError: The strategy asked for does not divide.
       ValueError: Unknown strategy or setting, or nothing fits the memory limit.
     """
+    strategy = _parsed(strategy)
     asked = _asked(strategy, mm_encoder_tp_mode, workload)
     _check(parameters, mesh, rules, workload)
     sizes = axis_sizes(parameters)
@@ -142,19 +144,31 @@ def _fits(cost: Cost, memory_limit: int | None) -> bool:
     return memory_limit is None or cost.param_bytes_per_device <= memory_limit
 
 
+def _parsed(strategy: str | Mapping[str, str]) -> str | Mapping[str, str]:
+    """A strategy by groups that is written as `Plan.strategy` and command lines write it, as a dict."""
+    if not isinstance(strategy, str) or "=" not in strategy:
+        return strategy
+    pairs = [tuple(map(str.strip, pair.split("="))) for pair in strategy.split(",")]
+    choices = {pair[0]: pair[-1] for pair in pairs}
+    if any(len(pair) != 2 for pair in pairs) or len(choices) < len(pairs):
+        raise ValueError(f"strategy {strategy!r} should give each group one choice, as in 'attention=pad, mlp=tensor'")
+    return choices
+
+
 def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Workload) -> str:
     """The strategy's name, from the two settings that may give one."""
     if mode not in (None, "weights", "data"):
         raise ValueError(f"mm_encoder_tp_mode={mode!r} should be None, 'weights' or 'data'")
     if mode and strategy != "auto":
         raise ValueError(
-            f"strategy={strategy!r} and mm_encoder_tp_mode={mode!r} both name a strategy; give one of them"
+            f"strategy {strategy!r} and mm_encoder_tp_mode={mode!r} both name a strategy; give one of them"
         )
     if not isinstance(strategy, Mapping) or not strategy:
         if strategy not in STRATEGIES:
-            known = ", ".join(map(repr, STRATEGIES))
+            known, choices = ", ".join(map(repr, STRATEGIES)), ", ".join(CHOICES)
             raise ValueError(
-                f"strategy={strategy!r} should be one of {known}, or {{group: {' or '.join(map(repr, CHOICES))}}}"
+                f"strategy {strategy!r} should be one of {known}, or give groups one of {choices}, as in "
+                "'attention=pad, mlp=tensor'"
             )
         return "data" if mode == "data" else strategy
     groups = [group.name for group in workload.groups]
@@ -227,14 +241,13 @@ def _warn_once(layout: Layout, obstacles: Sequence[Obstacle], *, mesh: AnyMesh, 
     if key in _warned:
         return
     _warned.add(key)
+    misfits = [reasons.misfit(o.size, o.axis, o.parts, o.mesh_axes) for o in obstacles]
     _logger.warning(
-        "%s on mesh (%s): strategy 'tensor' is not possible, because %s. Taking %r instead: %s. "
-        "To silence this, ask for it: strategy=%r.",
+        "%s on mesh (%s): %s, so %r is used instead of 'tensor'. Ask for strategy %r to silence this.",
         name,
         describe_mesh(mesh),
-        "; ".join(map(reasons.shortfall, obstacles)),
+        " and ".join(misfits),
         layout.strategy,
-        reasons.summary(layout, mesh),
         layout.strategy,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import rich.table
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 WIDTH = 116
 NARROWEST = 44  # a last column with less room than this goes below its row
@@ -71,14 +71,25 @@ class Table:
         rows = (row(cells, "td", bold if index == self.marked else "") for index, cells in enumerate(self.rows))
         return f"<h4>{html.escape(self.title)}</h4><table>{row(self._heads, 'th')}{''.join(rows)}</table>"
 
-    def rich(self) -> "rich.table.Table":
-        """A table for a rich console."""
-        import rich.table
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RenderableType"]:
+        """For a rich console; where that is narrow the prose follows the table."""
+        from rich.box import SIMPLE_HEAD
+        from rich.padding import Padding
+        from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = rich.table.Table(title=self.title, title_justify="left", title_style="bold")
-        for name, head in zip(self.columns, self._heads, strict=True):
-            table.add_column(head, justify="right" if name[0] == ">" else "left")
-        for index, row in enumerate(self.rows):
-            table.add_row(*map(Text, row), style="bold green" if index == self.marked else None)
-        return table
+        cells = [self._heads[:-1], *(row[:-1] for row in self.rows)]
+        taken = sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True))
+        beside = taken + NARROWEST <= options.max_width
+        table = RichTable(box=SIMPLE_HEAD, header_style="cyan")
+        styles = ["bold green" if index == self.marked else "" for index in range(len(self.rows))]
+        for name in self.columns if beside else self.columns[:-1]:
+            table.add_column(name.removeprefix(">"), justify="right" if name[0] == ">" else "left", overflow="fold")
+        for row, style in zip(self.rows, styles, strict=True):
+            table.add_row(*map(Text, row if beside else row[:-1]), style=style)
+        yield Text(f"\n{self.title}", style="bold")
+        yield table
+        if not beside:
+            for row, style in zip(self.rows, styles, strict=True):
+                prose = Text.assemble((f"{row[0]} ({row[1]}): ", style or "cyan"), (row[-1], style))
+                yield Padding(prose, (0, 0, 0, 2))

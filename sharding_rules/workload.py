@@ -57,6 +57,10 @@ class Workload:
         if min(self.tokens, default=0) < 0:
             raise ValueError(f"an item has {min(self.tokens)} tokens")
         for group in self.groups:
+            if set("=,") & set(group.name):
+                raise ValueError(
+                    f"group {group.name!r}: a name has neither '=' nor ',', which strategies are written with"
+                )
             if min(group.unit, group.layers) < 1:
                 raise ValueError(f"group {group.name!r}: unit={group.unit} and layers={group.layers} start from 1")
             for what, numbers in (("FLOPs", group.flops), ("live elements", group.live or group.flops)):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -142,8 +144,17 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
         (["kimi_k26", "--mesh", "model=8"], ["kimi_k26: no such encoder; there are kimi_k25"]),
         (["whisper:huge", "--mesh", "model=8"], ["whisper has the variants large-v3"]),
         (["qwen3_omni_audio", "--mesh", "model=8", "--strategy", "tensor"], ["20", "8"]),
-        (["kimi_k25", "--mesh", "model=8", "--strategy", "best"], ["strategy='best' should be one of"]),
-        (["kimi_k25", "--mesh", "model=8", "--memory-limit", "999"], ["memory_limit=999 bytes"]),
+        (
+            ["kimi_k25", "--mesh", "model=8", "--strategy", "best"],
+            ["strategy 'best' should be one of 'auto', 'tensor'"],
+        ),
+        (["kimi_k25", "--mesh", "model=8", "--memory-limit", "999"], ["the memory limit of 999 bytes"]),
+        (["kimi_k25", "--mesh", "model=8", "--strategy", "atention=pad"], ["did you mean 'attention'"]),
+        (["kimi_k25", "--mesh", "model=7", "--strategy", "hybrid"], ["7 is prime", "would work: 6 and 8", "'data': "]),
+        (["kimi_k25", "--mesh", "model=8", "--layout", "row"], ["layout 'row' should be one of 'auto', 'rows'"]),
+        (["kimi_k25", "--mesh", "model=8", "--device", "h1000"], ["no device profile 'h1000'; known are h100"]),
+        (["whisper:base", "--mesh", "model=8", "--tokens", "77"], ["whisper:base: every item has 1500 tokens", "77"]),
+        (["whisper", "--mesh", "model=8", "--tokens", "3000"], ["every item has 1500 tokens"]),
         (["kimi_k25", "--mesh", "model=8", "--dtype", "float12"], ["float12"]),
         (["kimi_k25", "--mesh", "modle=8"], ["mesh axis 'modle'", "did you mean 'model'? Rename it"]),
         (["./nowhere", "--mesh", "model=8"], ["nowhere: no such file or folder"]),
@@ -153,6 +164,59 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
 )
 def test_plan_fails_with_an_error(command, arguments, says):
     assert_error(command(jaxenc_app, "plan", *arguments), *says)
+
+
+def test_the_plan_in_the_readme_is_what_is_printed(command):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    call, shown = re.search(r"^    \$ jaxenc (plan .*)\n\n((?:    .*\n|\n)+)", readme, re.MULTILINE).groups()
+    code, out, _ = command(jaxenc_app, *call.split())
+    assert code == 0
+    assert textwrap.dedent(shown).strip() == out.strip()
+
+
+def test_plan_is_called_what_was_asked_for(as_json, kimi_folder):
+    for name in ("whisper", "whisper:base", "kimi_k25"):
+        assert as_json(jaxenc_app, "plan", name, "--mesh", "model=2")["encoder"] == name
+    assert as_json(jaxenc_app, "plan", "whisper", "--mesh", "model=2", "--tokens", 1500)["encoder"] == "whisper"
+    assert as_json(jaxenc_app, "plan", kimi_folder, "--mesh", "model=2")["encoder"] == "kimi_k25"
+
+
+def test_plan_takes_a_strategy_by_groups_a_layout_and_a_device(command, as_json):
+    common = ("plan", "qwen3_omni_audio", "--mesh", "data=1,model=8", "--batch", 1, "--tokens", 64)
+    padded = as_json(jaxenc_app, *common, "--strategy", "attention=pad,mlp=tensor")
+    assert padded["strategy"] == "attention=pad, mlp=tensor"
+    assert padded["decisions"][0]["padded_size"] == 24
+    spread, whole = (as_json(jaxenc_app, *common, "--strategy", "data", "--layout", a) for a in ("length", "rows"))
+    assert (spread["batch_layout"], whole["batch_layout"]) == ("length", "rows")
+    assert whole["flops_ratio"] == pytest.approx(8)
+    slow = as_json(jaxenc_app, *common, "--strategy", "data", "--layout", "rows", "--device", "tpu_v5e")
+    assert (whole["device"], slow["device"]) == ("h100", "tpu_v5e")
+    assert slow["seconds"] > 2 * whole["seconds"]
+
+
+@pytest.mark.parametrize(("arguments", "coloured"), [((), True), (("--quiet",), False), (("--json",), False)])
+def test_plan_is_in_colours_on_a_terminal_alone(capsys, monkeypatch, arguments, coloured):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    command = ["plan", "kimi_k25", "--mesh", "data=1,model=8", *arguments]
+    assert console.run(jaxenc_app, command) == 0
+    piped = capsys.readouterr().out
+    assert "\x1b" not in piped
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert console.run(jaxenc_app, command) == 0
+    shown = capsys.readouterr().out
+    assert ("\x1b[1;32m" in shown) == coloured
+    if not coloured:
+        assert shown == piped
+
+
+def test_plan_is_plain_where_there_is_no_rich(capsys, monkeypatch):
+    command = ["plan", "kimi_k25", "--mesh", "data=1,model=8"]
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert console.run(jaxenc_app, command) == 0
+    assert capsys.readouterr().out.startswith("kimi_k25 on 8 devices, mesh (data=1, model=8)\nStrategy: tensor")
 
 
 @pytest.mark.parametrize("mesh", ["8", "model=eight", "model=0", "=8", "", "model=2,model=4"])
@@ -223,6 +287,20 @@ def test_encode_runs_on_a_mesh_and_in_the_dtype_asked_for(command, qwen_folder, 
     assert rows.dtype == np.float32
     assert rows.shape == (encoder.output_rows(audio=[SPEECH])[0].rows, 24)
     assert np.isfinite(rows).all()
+
+
+def test_encode_takes_the_layout_asked_for(as_json, command, kimi_folder, photo, expected, tmp_path, monkeypatch):
+    out, layouts = tmp_path / "rows.safetensors", []
+    encode = jaxenc.Encoder.encode
+    monkeypatch.setattr(
+        jaxenc.Encoder, "encode", lambda self, **how: layouts.append(how["layout"]) or encode(self, **how)
+    )
+    for layout in (("--layout", "length"), ("--layout", "rows"), ()):
+        as_json(jaxenc_app, "encode", kimi_folder, photo, "-o", out, "--mesh", "model=2", "--strategy", "data", *layout)
+        (rows,) = load_file(out).values()
+        np.testing.assert_allclose(rows.astype(np.float32), expected.astype(np.float32), atol=0.05)
+    assert layouts == ["length", "rows", "auto"]
+    assert_error(command(jaxenc_app, "encode", kimi_folder, photo, "-o", out, "--layout", "row", "--quiet"), "'row'")
 
 
 def test_encode_stops_at_a_bad_file_unless_told_to_skip_it(command, kimi_folder, photo, expected, tmp_path):
@@ -439,8 +517,10 @@ def test_a_program_prints_one_json_object_and_is_silent_when_asked():
     loud = program("jaxenc.cli", *arguments)
     assert loud.returncode == 0
     assert json.loads(loud.stdout)["strategy"] == "hybrid"
-    # the one warning: 20 heads do not divide
-    assert "qwen3_omni_audio" in loud.stderr
+    assert loud.stderr == (
+        "qwen3_omni_audio on mesh (model=8): 20 heads do not divide over 8 devices of 'model', so 'hybrid' is used "
+        "instead of 'tensor'. Ask for strategy 'hybrid' to silence this.\n"
+    )
     quiet = program("jaxenc.cli", *arguments, "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, loud.stdout, "")
 

@@ -650,12 +650,6 @@ def test_loading_and_encoding_work_inside_an_explicit_set_mesh(kimi_folder, pict
     assert encoder.plan.parameter_specs == kimi_8.plan.parameter_specs
 
 
-def test_a_surrounding_explicit_mesh_is_an_error_that_names_both(kimi_8, pictures):
-    batch = kimi_8.pack(pictures)
-    with jax.set_mesh(explicit_mesh()), pytest.raises(ValueError, match=r"jax\.set_mesh .*Explicit axes.*auto_axes"):
-        kimi_8.apply(kimi_8.params, batch)
-
-
 # --- how many programs, and which
 
 

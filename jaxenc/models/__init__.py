@@ -53,6 +53,9 @@ class EncoderConfig(Protocol):
     def typical_tokens(self) -> int:
         """Tokens of the item that a plan is made for where nothing else is said."""
 
+    def __hash__(self) -> int:
+        """Configs are values."""
+
     def build(self, *, dtype: DTypeLike) -> nnx.Module:
         """The module; its parameters hold zeros until they are given."""
 

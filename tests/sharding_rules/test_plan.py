@@ -1,4 +1,6 @@
+import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,13 @@ from sharding_rules import IndivisibleAxisError, RulesError, make_mesh
 def test_the_printed_plan_says_what_happened_to_20_heads_on_8_devices(tower):
     text = str(tower().plan({"data": 1, "model": 8}))
     flat = " ".join(text.split())
-    assert "on 8 devices, mesh (data=1, model=8), used as (data=1, model_batch=2, model=4)" in flat
+    assert "on 8 devices, mesh (data=1, model=8) Strategy: hybrid" in flat
     assert (
         "Strategy: hybrid, chosen by auto. 20 heads do not divide over 8 devices of 'model' (20 = 8 x 2 + 4)." in flat
     )
+    split = "'model' is split 4 x 2: weights over 4 devices ('model'), the batch over 2 ('data' and 'model_batch')."
+    assert f"{split} The plan's mesh is then (data=1, model_batch=2, model=4)." in flat
+    assert "flops ratio: work of the busiest device over an equal share" in flat
     assert "'model' is split 4 x 2: 5 heads on each of 4, and the batch over the remaining 2" in flat
     assert "attention heads 20 model 4 5 sharded" in flat
     assert "> hybrid 4 x 2 rows 1.00" in flat
@@ -70,19 +75,58 @@ def test_html_is_a_table_with_everything_escaped(tower):
     assert text.count("<table>") == text.count("</table>") == 2
 
 
-def test_rich_shows_the_same(tower):
-    console = pytest.importorskip("rich.console").Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(tower().plan({"data": 1, "model": 8}))
-    assert "5 heads on each of 4" in " ".join(console.export_text().split())
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_rich_shows_the_same_in_any_width_with_the_chosen_in_colour(tower, width):
+    rich = pytest.importorskip("rich.console")
+    plan = tower().plan({"data": 1, "model": 8})
+    console = rich.Console(width=width, force_terminal=True, color_system="standard", record=True, file=io.StringIO())
+    console.print(plan)
+    text = console.export_text(clear=False)
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    for said in ("5 heads on each of 4", "20 heads do not divide over 8 devices", "(data=1, model_batch=2, model=4)"):
+        assert said in flat
+    assert "\u2026" not in text  # nothing is cut
+    rows = [(re.sub(r"\x1b\[[\d;]*m", "", line), line) for line in console.export_text(styles=True).splitlines()]
+    green = {plain.split()[1]: "\x1b[1;32m" in row for plain, row in rows if plain.strip().startswith("hybrid  ")}
+    assert green == {"4": True, "2": False}
+    assert "\x1b" not in str(plan)
 
 
 def test_diff_says_what_changes_and_nothing_else(tower):
     hybrid, data = (tower().plan({"data": 1, "model": 8}, strategy=strategy) for strategy in ("hybrid", "data"))
-    lines = {line.split("  ")[0]: line for line in hybrid.diff(data).splitlines()}
-    assert lines["strategy"].endswith("hybrid  ->  data")
-    assert lines["attention / heads"].endswith("sharded, 4 x 5 over model  ->  replicated, 1 x 20")
-    assert "flops ratio" not in lines
+    lines = diffed(hybrid, data)
+    assert lines["strategy"] == ["hybrid", "data"]
+    assert lines["attention: heads"] == ["5 on each of 4 (model)", "whole"]
+    assert lines["mesh once split"] == ["data=1, model_batch=2, model=4", "-"]
+    assert lines["parts of the batch"] == ["2", "8"]
+    assert lines.keys().isdisjoint({"encoder", "devices", "mesh", "flops ratio", "items or windows", "batch layout"})
     assert hybrid.diff(hybrid) == "no difference"
+
+
+def test_diff_between_two_meshes_says_memory_time_and_batch_layout(tower):
+    small = tower(units=(3360,)).plan({"data": 1, "model": 4})
+    large = tower(units=(3360,)).plan({"data": 8, "model": 8}, strategy="attention=pad")
+    lines = diffed(small, large)
+    assert lines["devices"] == ["4", "64"]
+    assert lines["mesh"] == ["data=1, model=4", "data=8, model=8"]
+    assert lines["attention: heads"] == ["5 on each of 4 (model)", "3 on each of 8 (model), 20 + 4 of zeros"]
+    assert lines["stem: stem_length"] == ["1/4 on each of 4 (model)", "1/8 on each of 8 (model)"]
+    assert lines["batch layout"] == ["rows", "length"]
+    before, after = small.cost, large.cost
+    assert lines["parameters on each device"][1].endswith(
+        f"{after.param_bytes_per_device / before.param_bytes_per_device:.3g} times"
+    )
+    assert lines["predicted time on h100"] == [
+        f"{before.seconds * 1e3:.3g} ms",
+        f"{after.seconds * 1e3:.3g} ms, {after.seconds / before.seconds:.3g} times",
+    ]
+
+
+def diffed(one, other):
+    """Lines of a diff: what -> [before, after]."""
+    lines = (re.split(r" {2,}", line, maxsplit=1) for line in one.diff(other).splitlines())
+    return {what: [side.strip() for side in sides.split("  ->  ")] for what, sides in lines}
 
 
 def test_shardings_are_found_by_path_and_a_wrong_path_names_the_nearest(tower):

@@ -64,16 +64,16 @@ def assert_indivisible(problem, text):
     """Only for a strategy that has something to divide, and each way out that is named is one."""
     strategy = problem.settings["strategy"]
     assert strategy not in ("auto", "data", "replicate")
-    ways = re.findall(r"^  ('\w+'|\{.*\}): ", text, re.MULTILINE)
-    assert "'data'" in ways
+    ways = [eval(quoted) for quoted in re.findall(r"^  (['\"].+?): ", text, re.MULTILINE)]
+    assert {"data", "replicate", "auto"} <= set(ways)
     for way in ways:
-        problem.plan(strategy=eval(way), memory_limit=None)
+        assert problem.plan(strategy=way, memory_limit=None).strategy == way or way == "auto"
 
 
 def assert_over_the_limit(problem, text):
     """The message is about the limit, and without it everything that could be chosen is over it."""
     limit = problem.settings["memory_limit"]
-    assert f"fits memory_limit={limit:,} bytes" in text
+    assert f"fits the memory limit of {limit:,} bytes" in text
     held = [candidate.cost.param_bytes_per_device for candidate in in_pool(problem, problem.plan(memory_limit=None))]
     assert min(held) > limit
 
@@ -427,13 +427,15 @@ def test_what_does_not_fit_together_is_an_error_that_names_both_places(problem, 
         ({"flops": (1.0,)}, "group 'g': 1 FLOPs for 2 items"),
         ({"unit": 0}, "group 'g': unit=0"),
         ({"layers": 0}, "layers=0"),
+        ({"name": "a=b"}, "group 'a=b': a name has neither"),
+        ({"name": "a,b"}, "group 'a,b': a name has neither"),
     ],
 )
 def test_work_that_cannot_be_is_refused(changes, message):
     work = {"flops": (1.0, 2.0)} | changes
-    tokens = work.pop("tokens", (3, 4))
+    tokens, name = work.pop("tokens", (3, 4)), work.pop("name", "g")
     with pytest.raises(ValueError, match=message):
-        Workload(tokens, (GroupWork("g", None, "length", **work),))
+        Workload(tokens, (GroupWork(name, None, "length", **work),))
 
 
 # batching
