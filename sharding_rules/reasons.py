@@ -86,7 +86,10 @@ def tokens_reason(group: GroupWork, layout: Layout, sizes: Mapping[str, Mapping[
     """Why a group's tokens are divided instead of its weights."""
     axes, parts = layout.axes[group.length_axis], layout.parts(group.length_axis)
     uneven = next((size for size in sizes.get(group.axis or "", ()) if size % parts), None)
-    why = does_not_divide(uneven, group.axis or "", parts, axes) if uneven else "no weight axis to divide here"
+    why = "no weight axis to divide here"
+    if group.axis:  # it may divide by itself, and the others whose tokens it shares do not
+        alone = f"the groups of {group.length_axis!r} do not all divide over {parts_in_words(parts, axes)}"
+        why = does_not_divide(uneven, group.axis, parts, axes) if uneven else alone
     return f"{why}; its tokens are divided over {parts_in_words(parts, axes)} instead"
 
 

@@ -204,6 +204,16 @@ def test_a_projector_that_does_not_divide_divides_its_tokens_and_stops_nothing(t
     assert "62 projector_mlp columns do not divide over 4" in projector.reason
 
 
+def test_a_group_that_divides_follows_those_whose_tokens_it_shares(tower):
+    small = tower(heads=20, mlp=64, rules=tower().rules.replace(length="model"))
+    plan = small.plan({"data": 1, "model": 8}, strategy="tensor")
+    reasons = {decision.group: decision.reason for decision in plan.decisions}
+    assert "20 heads do not divide over 8 devices" in reasons["attention"]
+    assert reasons["mlp"].startswith(
+        "the groups of 'length' do not all divide over 8 devices of 'model'; its tokens are"
+    )
+
+
 def test_a_stem_that_may_not_be_divided_counts(tower):
     plan = tower(rules=tower().rules.replace(stem_length=None)).plan({"data": 1, "model": 4}, strategy="tensor")
     assert plan.flops_ratio == pytest.approx((13 / 4 + 1) / (14 / 4))
