@@ -13,6 +13,7 @@ from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.profiles import PROFILES, DeviceProfile
 from sharding_rules.resolver import resolve
 from sharding_rules.rules import AxisRules, IndivisibleAxisError, Parameter, RulesError
+from sharding_rules.trees import named_parameters
 from sharding_rules.workload import GroupWork, Workload
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Workload",
     "device_mesh",
     "make_mesh",
+    "named_parameters",
     "resolve",
     "split_axis",
 ]

@@ -53,7 +53,8 @@ class Cost:
       flops_ideal: All FLOPs, without padding, over the number of devices.
       flops_ratio: The first over the second; 1 is a fair share.
       flops_bound: The least that `flops_ratio` can be with these parts, since units stay whole: ceil(n / D) * D / n
-        for each group of n units over D parts, weighed by its work.
+        for each group of n units over D parts, weighed by its work. Exact where the groups have one unit, and a unit
+        one cost; otherwise whole items may by chance do a little better.
       units_per_device: Indivisible units in each device's equal share, of the group that has the fewest.
       padding_ratio: Tokens once every part of the batch is as long as the fullest, over the tokens there are.
       param_bytes_per_device: Bytes of parameters on each device.
@@ -147,9 +148,7 @@ def cost_of(
     ideal = math.fsum(workload.item_flops) / layout.mesh.size
     busiest = float(flops.max(initial=0.0))
     param_bytes = sum(
-        np.dtype(parameter.dtype).itemsize
-        * math.prod(layout.shape(parameter))
-        // math.prod(layout.parts(name) for name in parameter.axes)
+        np.dtype(parameter.dtype).itemsize * math.prod(layout.shape(parameter)) // layout.parameter_parts(parameter)
         for parameter in parameters.values()
     )
     exchanged = collectives(layout, workload=workload, batching=batching, dtype=dtype)

@@ -77,7 +77,7 @@ def split_axis(mesh: AnyMesh, axis: str, parts: int) -> AnyMesh:
     Raises:
       ValueError: `parts` does not divide the size, or the new name is taken.
     """
-    rest = f"{axis}_batch"
+    rest = split_name(axis)
     if mesh.shape[axis] % parts or rest in mesh.axis_names:
         raise ValueError(
             f"cannot split mesh axis {axis!r} of ({dict(mesh.shape)}) into {rest!r} and {parts} of {axis!r}"
@@ -86,6 +86,11 @@ def split_axis(mesh: AnyMesh, axis: str, parts: int) -> AnyMesh:
     for name, size in mesh.shape.items():
         shape |= {rest: size // parts, name: parts} if name == axis else {name: size}
     return _with_axes(mesh, shape)
+
+
+def split_name(axis: str) -> str:
+    """What the other part of a mesh axis is called once it is cut."""
+    return f"{axis}_batch"
 
 
 def _with_axes(mesh: AnyMesh, shape: Mapping[str, int]) -> AnyMesh:

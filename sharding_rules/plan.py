@@ -20,6 +20,7 @@ from sharding_rules.profiles import DeviceProfile
 from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
 from sharding_rules.strategies import Layout, partition_spec, parts_of
 from sharding_rules.tables import WIDTH, Table
+from sharding_rules.trees import path_of
 from sharding_rules.workload import Workload
 
 if TYPE_CHECKING:
@@ -199,6 +200,36 @@ class Plan:
         """The sharding of one parameter."""
         self._check_path(path)
         return NamedSharding(self.mesh, self.parameter_specs[path])
+
+    def shardings(self, tree: Any) -> Any:
+        """The same tree with the sharding of each parameter, for `jax.jit(..., out_shardings=)` and the like.
+
+        Args:
+          tree: Parameters or their shapes, with the paths that `named_parameters` gave them.
+        """
+        return jax.tree_util.tree_map_with_path(lambda path, _: self.sharding(path_of(path)), tree)
+
+    def place(self, tree: Any) -> Any:
+        """The same tree with each parameter where it belongs, padded where the plan pads it.
+
+        Args:
+          tree: Parameters of their true shapes, on the host or on any device.
+
+        Raises:
+          KeyError: The plan knows no parameter of that path.
+          ValueError: A parameter has another shape than the plan was made for.
+        """
+
+        def put(path: tuple[Any, ...], value: Any) -> jax.Array:
+            name = path_of(path)
+            sharding, planned = self.sharding(name), self.parameters[name].shape
+            if value.shape != planned:
+                raise ValueError(f"{name} has shape {list(value.shape)}, the plan was made for {list(planned)}")
+            padded = value if self.shape(name) == planned else self.pad(name, np.asarray(value))
+            placed: jax.Array = jax.device_put(padded, sharding)
+            return placed
+
+        return jax.tree_util.tree_map_with_path(put, tree)
 
     def spec(self, *names: str | None) -> PartitionSpec:
         """The PartitionSpec of an activation whose dimensions have these logical names (None: never divided).

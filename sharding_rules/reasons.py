@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh
 
 from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost
-from sharding_rules.mesh import AnyMesh
+from sharding_rules.mesh import AnyMesh, split_name
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh, flatten
 from sharding_rules.strategies import (
     Layout,
@@ -86,7 +86,10 @@ def tokens_reason(group: GroupWork, layout: Layout, sizes: Mapping[str, Mapping[
     """Why a group's tokens are divided instead of its weights."""
     axes, parts = layout.axes[group.length_axis], layout.parts(group.length_axis)
     uneven = next((size for size in sizes.get(group.axis or "", ()) if size % parts), None)
-    why = does_not_divide(uneven, group.axis or "", parts, axes) if uneven else "no weight axis to divide here"
+    why = "no weight axis to divide here"
+    if group.axis:  # it may divide by itself, and the others whose tokens it shares do not
+        alone = f"the groups of {group.length_axis!r} do not all divide over {parts_in_words(parts, axes)}"
+        why = does_not_divide(uneven, group.axis, parts, axes) if uneven else alone
     return f"{why}; its tokens are divided over {parts_in_words(parts, axes)} instead"
 
 
@@ -167,6 +170,8 @@ def indivisible_text(
     lines = [f"{name}: strategy {strategy!r} is not possible on mesh ({describe_mesh(mesh)})."]
     if not refused and axis:
         why = f"{mesh.shape[axis]} is prime" if mesh.shape[axis] > 1 else "it is a single device"
+        if split_name(axis) in mesh.axis_names:
+            why = f"the other part would be {split_name(axis)!r}, which is there already"
         lines.append(f"It splits mesh axis {axis!r} in two, a part for the weights and a part for the batch; {why}.")
     elif not refused:
         alone = " that stands alone as an alternative" if strategy == "hybrid" else ""
@@ -194,10 +199,10 @@ def _sizes_that_fit(
 ) -> list[int]:
     """The sizes of the mesh axis over which all weights would divide that have to."""
     blocked = {obstacle.group for obstacle in refused.obstacles}
-    weights = {g.axis for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis}
-    firm = {g.axis for g in workload.groups if not rules.alternatives(g.length_axis)} & weights
+    weights = [g for g in workload.groups if g.name in blocked or refused.divided.get(g.name) == g.axis]
+    firm = [(g, g.axis) for g in weights if g.axis is not None and not rules.alternatives(g.length_axis)]
     sizes = axis_sizes(parameters)
-    limits = [(size, most_padding(g)) for g in workload.groups if g.axis in firm for size in sizes[g.axis or ""]]
+    limits = [(size, most_padding(g)) for g, axis in firm for size in sizes[axis]]
     counts = range(1, min(size for size, _ in limits) + 1)
     return [parts for parts in counts if all(fits(size, parts, most) for size, most in limits)]
 

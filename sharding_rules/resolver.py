@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 
 from sharding_rules import reasons
 from sharding_rules.batching import Batching
@@ -162,7 +163,7 @@ def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Worklo
         raise ValueError(
             f"strategy {strategy!r} and mm_encoder_tp_mode={mode!r} both name a strategy; give one of them"
         )
-    if isinstance(strategy, str) or not strategy:
+    if not isinstance(strategy, Mapping) or not strategy:
         if strategy not in STRATEGIES:
             known, choices = ", ".join(map(repr, STRATEGIES)), ", ".join(CHOICES)
             raise ValueError(
@@ -180,6 +181,13 @@ def _asked(strategy: str | Mapping[str, str], mode: str | None, workload: Worklo
             )
         if choice == "pad" and not next(g for g in workload.groups if g.name == group).paddable:
             raise ValueError(f"group {group!r} cannot be padded: zeros would change what it computes")
+    for one, other in combinations(workload.groups, 2):
+        pair = [strategy.get(group.name, "tensor") for group in (one, other)]
+        if one.axis is not None and one.axis == other.axis and pair[0] != pair[1]:
+            raise RulesError(
+                f"groups {one.name!r} and {other.name!r} share weight axis {one.axis!r}, and the strategy gives them "
+                f"{pair[0]!r} and {pair[1]!r}: give both the same"
+            )
     return describe_mixture(strategy)
 
 
@@ -191,15 +199,40 @@ def _check(parameters: Mapping[str, Parameter], mesh: AnyMesh, rules: AxisRules,
         if len(parameter.axes) != len(parameter.shape):
             raise RulesError(f"{path}: {len(parameter.axes)} axis names {parameter.axes} for shape {parameter.shape}")
         for axis in parameter.axes:
-            rules.check_name(axis, where=path)
-    used = {axis for parameter in parameters.values() for axis in parameter.axes}
+            if axis is not None:
+                rules.check_name(axis, where=path)
+    used = {axis: path for path, parameter in parameters.items() for axis in parameter.axes if axis is not None}
+    if BATCH in used:
+        raise RulesError(f"{used[BATCH]}: axis {BATCH!r} is for activations; give this dimension a name of its own")
     for group in workload.groups:
+        if BATCH in (group.axis, group.length_axis):
+            raise RulesError(
+                f"group {group.name!r}: axis {BATCH!r} is the items', neither a group's weights nor tokens"
+            )
         for name in (group.axis, group.length_axis):
             if name is not None:
                 rules.check_name(name, where=f"group {group.name!r}")
         if group.axis is not None and group.axis not in used:
             raise RulesError(
                 f"group {group.name!r}: no parameter has its axis {group.axis!r}{nearest(group.axis, used)}"
+            )
+        if group.length_axis in used and rules.alternatives(group.length_axis):
+            raise RulesError(
+                f"{used[group.length_axis]}: axis {group.length_axis!r} is the tokens' of group {group.name!r}, which "
+                f"the rules let be divided ({rules[group.length_axis]!r}): give this dimension a name of its own"
+            )
+    for one, other in combinations(workload.groups, 2):
+        lengths = {one.length_axis, other.length_axis}
+        if (
+            one.axis is not None
+            and one.axis == other.axis
+            and len(lengths) > 1
+            and any(map(rules.alternatives, lengths))
+        ):
+            raise RulesError(
+                f"groups {one.name!r} and {other.name!r} share weight axis {one.axis!r} but not the axis of their "
+                f"tokens ({one.length_axis!r}, {other.length_axis!r}), which the rules let be divided: where the "
+                "tokens of one are, the weights cannot be. Give one of them a weight axis of its own."
             )
 
 

@@ -27,12 +27,13 @@ class Parameter:
 
     Args:
       shape: Size of each dimension.
-      axes: Logical name of each dimension, e.g. `("layers", "heads", "head_dim", "embed")`.
+      axes: Logical name of each dimension, e.g. `("layers", "heads", "head_dim", "embed")`; None for one that is
+        never divided.
       dtype: What it is held in on the device; decides its bytes.
     """
 
     shape: tuple[int, ...]
-    axes: Axes
+    axes: tuple[str | None, ...]
     dtype: DTypeLike
 
 
@@ -56,7 +57,7 @@ class AxisRules(Mapping[str, Rule]):
       RulesError: A rule is not of that form.
     """
 
-    def __init__(self, **rules: Rule) -> None:
+    def __init__(self, /, **rules: Rule) -> None:
         self._alternatives = {name: _parse(name, rule) for name, rule in rules.items()}
         self._rules = rules
 
@@ -75,7 +76,7 @@ class AxisRules(Mapping[str, Rule]):
     def __repr__(self) -> str:
         return f"AxisRules({', '.join(f'{name}={rule!r}' for name, rule in self._rules.items())})"
 
-    def replace(self, **rules: Rule) -> "AxisRules":
+    def replace(self, /, **rules: Rule) -> "AxisRules":
         """These rules with some of them changed or added."""
         return AxisRules(**{**self._rules, **rules})
 
@@ -104,7 +105,7 @@ class AxisRules(Mapping[str, Rule]):
         """Raise a RulesError, naming `where` and the nearest known name, for a name without a rule."""
         if name not in self._rules:
             raise RulesError(
-                f"{where}: there is no rule for axis {name!r}{nearest(name, self)}. "
+                f"{where}: there is no rule for axis {name!r}{nearest(name, self) or '.'} "
                 f"Name every axis in the rules; {name}=None means never divided."
             )
 
@@ -115,7 +116,7 @@ class AxisRules(Mapping[str, Rule]):
                 if axis not in mesh.axis_names:
                     raise RulesError(
                         f"rule {name}={self[name]!r} names mesh axis {axis!r}, which the mesh ({describe_mesh(mesh)}) "
-                        f"does not have{nearest(axis, mesh.axis_names)}."
+                        f"does not have{nearest(axis, mesh.axis_names) or '.'}"
                     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from sharding_rules.mesh import AnyMesh, split_axis
+from sharding_rules.mesh import AnyMesh, split_axis, split_name
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, RulesError, flatten
 from sharding_rules.workload import GroupWork, Workload
 
@@ -54,13 +54,17 @@ class Layout:
         """The number of parts that a logical axis is divided into."""
         return parts_of(self.mesh, self.axes[name])
 
+    def parameter_parts(self, parameter: Parameter) -> int:
+        """The number of parts that a parameter is divided into, over all its dimensions."""
+        return math.prod(self.parts(name) for name in parameter.axes if name is not None)
+
     def group_parts(self, group: str) -> int:
         """The number of parts that a group's work is divided into, the batch apart."""
         return self.parts(self.divided[group]) if group in self.divided else 1
 
-    def padded_size(self, axis: str, size: int) -> int:
+    def padded_size(self, axis: str | None, size: int) -> int:
         """What a weight axis of this size becomes."""
-        return self.padded.get(axis, {}).get(size, size)
+        return self.padded.get(axis or "", {}).get(size, size)
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape of a parameter with its padding."""
@@ -98,7 +102,8 @@ def axis_sizes(parameters: Mapping[str, Parameter]) -> dict[str, dict[int, str]]
     sizes: dict[str, dict[int, str]] = {}
     for path, parameter in parameters.items():
         for axis, size in zip(parameter.axes, parameter.shape, strict=True):
-            sizes.setdefault(axis, {}).setdefault(size, path)
+            if axis is not None:
+                sizes.setdefault(axis, {}).setdefault(size, path)
     return sizes
 
 
@@ -138,7 +143,7 @@ def enumerate_layouts(
         if choices:
             layouts.append(lay_out(_Recipe(describe_mixture(choices), mesh, later, choices=choices, to_batch=False)))
     axis = splittable_axis(rules, workload)
-    if axis:
+    if axis and split_name(axis) not in mesh.axis_names:
         alone = {name: ((axis,),) if (axis,) in options else () for name, options in alternatives.items()}
         size = mesh.shape[axis]
         parts = [part for part in range(size - 1, 1, -1) if size % part == 0]
@@ -190,7 +195,9 @@ def _lay_out(
         return next((axes for axes in options if all(fits(size, parts_of(mesh, axes), limit) for size in wanted)), ())
 
     def fit(group: GroupWork) -> Axes:
-        limit = math.inf if recipe.choices.get(group.name) == "pad" else most_padding(group)
+        # an axis is padded for all that use it, or not at all
+        limits = [most_padding(other) for other in workload.groups if other.axis == group.axis]
+        limit = math.inf if recipe.choices.get(group.name) == "pad" else min(limits)
         return first_fit(group.axis, offered(group.axis), limit=limit)
 
     axes: dict[str, Axes] = dict.fromkeys(rules, ())
@@ -238,16 +245,19 @@ def parameter_specs(layout: Layout, parameters: Mapping[str, Parameter]) -> dict
     """
     specs = {}
     for path, parameter in parameters.items():
-        owner: dict[str, str] = {}
-        for name in parameter.axes:
-            for axis in layout.axes[name]:
+        dimensions = [layout.axes[name] if name is not None else () for name in parameter.axes]
+        owner: dict[str, int] = {}
+        for dimension, axes in enumerate(dimensions):
+            for axis in axes:
                 if axis in owner:
+                    first, second = owner[axis], dimension
                     raise RulesError(
-                        f"{path}: the rules put axes {owner[axis]!r} and {name!r} both on mesh axis {axis!r} "
-                        f"(strategy {layout.strategy!r}). Neither wins by its place: give one of them None."
+                        f"{path}: the rules put axes {parameter.axes[first]!r} and {parameter.axes[second]!r} both on "
+                        f"mesh axis {axis!r} (dimensions {first} and {second} of {list(parameter.shape)}, strategy "
+                        f"{layout.strategy!r}). Neither wins by its place: give one of them None."
                     )
-                owner[axis] = name
-        specs[path] = partition_spec(layout.axes[name] for name in parameter.axes)
+                owner[axis] = dimension
+        specs[path] = partition_spec(dimensions)
     return specs
 
 

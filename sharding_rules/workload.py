@@ -50,17 +50,30 @@ class Workload:
       groups: The work.
 
     Raises:
-      ValueError: A group's FLOPs are not one number an item, or two groups share a name.
+      ValueError: A group's FLOPs are not one number an item, a number is not one that can be, or two groups share a
+        name.
     """
 
     tokens: tuple[int, ...]
     groups: tuple[GroupWork, ...]
 
     def __post_init__(self) -> None:
+        if min(self.tokens, default=0) < 0:
+            raise ValueError(f"an item has {min(self.tokens)} tokens")
         for group in self.groups:
+            if set("=,") & set(group.name):
+                raise ValueError(
+                    f"group {group.name!r}: a name has neither '=' nor ',', which strategies are written with"
+                )
+            if min(group.unit, group.layers) < 1:
+                raise ValueError(f"group {group.name!r}: unit={group.unit} and layers={group.layers} start from 1")
             for what, numbers in (("FLOPs", group.flops), ("live elements", group.live or group.flops)):
                 if len(numbers) != len(self.tokens):
                     raise ValueError(f"group {group.name!r}: {len(numbers)} {what} for {len(self.tokens)} items")
+                if not all(math.isfinite(number) and number >= 0 for number in numbers):
+                    raise ValueError(f"group {group.name!r}: {what} have to be finite and not negative: {numbers}")
+            if any(flops and not tokens for flops, tokens in zip(group.flops, self.tokens, strict=True)):
+                raise ValueError(f"group {group.name!r}: FLOPs for an item of no tokens")
         if len({group.name for group in self.groups}) < len(self.groups):
             raise ValueError(f"two groups share a name: {', '.join(group.name for group in self.groups)}")
 

@@ -156,6 +156,7 @@ def test_plan_reads_a_checkpoint_too_and_prints_a_table(command, as_json, kimi_f
         (["whisper:base", "--mesh", "model=8", "--tokens", "77"], ["whisper:base: every item has 1500 tokens", "77"]),
         (["whisper", "--mesh", "model=8", "--tokens", "3000"], ["every item has 1500 tokens"]),
         (["kimi_k25", "--mesh", "model=8", "--dtype", "float12"], ["float12"]),
+        (["kimi_k25", "--mesh", "modle=8"], ["mesh axis 'modle'", "did you mean 'model'? Rename it"]),
         (["./nowhere", "--mesh", "model=8"], ["nowhere: no such file or folder"]),
         (["whisper", "--mesh", "model=8", "--tower", "vision"], ["there is no vision tower that is known here"]),
     ],

@@ -17,7 +17,7 @@ NAMES = {1: ("model",), 2: ("data", "model"), 3: ("data", "model", "expert")}
 CHOICES = ["auto", "tensor", "hybrid", "data", "replicate", {"attention": "replicate"}, {"mlp": "replicate"}]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.sampled_from(SHAPES),
     heads=st.integers(1, 25),

@@ -204,6 +204,16 @@ def test_a_projector_that_does_not_divide_divides_its_tokens_and_stops_nothing(t
     assert "62 projector_mlp columns do not divide over 4" in projector.reason
 
 
+def test_a_group_that_divides_follows_those_whose_tokens_it_shares(tower):
+    small = tower(heads=20, mlp=64, rules=tower().rules.replace(length="model"))
+    plan = small.plan({"data": 1, "model": 8}, strategy="tensor")
+    reasons = {decision.group: decision.reason for decision in plan.decisions}
+    assert "20 heads do not divide over 8 devices" in reasons["attention"]
+    assert reasons["mlp"].startswith(
+        "the groups of 'length' do not all divide over 8 devices of 'model'; its tokens are"
+    )
+
+
 def test_a_stem_that_may_not_be_divided_counts(tower):
     plan = tower(rules=tower().rules.replace(stem_length=None)).plan({"data": 1, "model": 4}, strategy="tensor")
     assert plan.flops_ratio == pytest.approx((13 / 4 + 1) / (14 / 4))
@@ -301,6 +311,41 @@ def test_an_abstract_mesh_gives_the_plan_of_the_devices(tower):
 def test_a_subset_of_the_devices(tower):
     plan = tower().plan(make_mesh(model=3, devices=jax.devices()[4:]))
     assert plan.sharding("layers/mlp/up/kernel").device_set == set(jax.devices()[4:7])
+
+
+def test_a_name_that_a_split_would_need_is_no_obstacle_to_what_splits_nothing(tower):
+    mesh = {"model_batch": 2, "model": 4}
+    small = tower(heads=6, rules=tower().rules.replace(batch="model_batch"))
+    assert small.plan(mesh).strategy == "data"
+    with pytest.raises(IndivisibleAxisError, match="the other part would be 'model_batch', which is there already"):
+        small.plan(mesh, strategy="hybrid")
+
+
+def test_an_error_about_one_group_does_not_stumble_over_one_without_a_weight_axis(tower):
+    small = tower(rules=tower().rules.replace(stem_length=None))
+    with pytest.raises(IndivisibleAxisError, match="Sizes of 'model' that would work: 1, 2, 4, 5, 10, 20"):
+        small.plan({"data": 1, "model": 8}, strategy="tensor")
+
+
+def test_a_dimension_without_a_name_is_never_divided(tower):
+    parameters = tower().parameters | {"scale": Parameter((6, 20), (None, "heads"), "float32")}
+    plan = resolve(parameters, AbstractMesh((1, 4), ("data", "model")), rules=tower().rules, workload=tower().workload)
+    assert tuple(plan.parameter_specs["scale"]) == (None, "model")
+
+
+def test_groups_of_one_weight_axis_are_padded_together_or_not_at_all(tower):
+    groups = tuple(
+        GroupWork(name, "heads", "length", (1.0,), paddable=name == "attention") for name in ("attention", "pooling")
+    )
+    settings = {"workload": Workload((1,), groups), "rules": tower().rules}
+    small, mesh = tower(heads=100), {"data": 1, "model": 101}
+    with pytest.raises(RulesError, match=r"'attention' and 'pooling' share weight axis 'heads'.*'pad' and 'tensor'"):
+        small.plan(mesh, strategy={"attention": "pad"}, **settings)
+    with pytest.raises(ValueError, match="'pooling' cannot be padded"):
+        small.plan(mesh, strategy={"attention": "pad", "pooling": "pad"}, **settings)
+    # one head more of 100 is little enough to be padded without being asked, were it not for the pooling
+    assert small.plan(mesh, **settings).strategy == "data"
+    assert small.plan(mesh).strategy == "tensor"
 
 
 def test_groups_and_parameters_have_to_meet(tower):
