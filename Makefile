@@ -36,6 +36,7 @@ bench: $(VENV)/.media,test,parity
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.encode
+	$(BIN)/python -m benchmarks.plans
 
 clean:
 	rm -rf $(VENV)

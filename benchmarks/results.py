@@ -56,7 +56,7 @@ def keep(table: Table, rows: Sequence[Row], *, folder: Path | None, note: str = 
     before = json.loads(stored.read_text()) if stored.exists() else {}
     kept = before["rows"] if before.get("machine") == here else []
     merged = {table.key(row): row for row in kept} | fresh
-    ordered = [merged[key] for key in sorted(merged, key=str)]
+    ordered = [merged[key] for key in sorted(merged)]
     folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps({"machine": here, "rows": ordered}, indent=1) + "\n")
     notes = list(dict.fromkeys(row["note"] for row in ordered if "note" in row))

@@ -54,12 +54,12 @@ def plan_reason(layout: Layout, cost: Cost, *, obstacles: Sequence[Obstacle], by
         sentences.append(f"the devices along {quoted(idle)} repeat the same work")
     if cost.flops_ratio > FAIR:
         why = f"a device's share is {cost.units_per_device:.3g} indivisible units of the group with the fewest"
-        bound = f"{cost.flops_bound:.2f} is the least that can be had by this strategy"
+        bound = f"{cost.flops_bound:.2f} is what whole units of work allow"
         reached = cost.flops_ratio <= TOLERANCE * cost.flops_bound
         few = cost.units_per_device < FEW_UNITS
         sentences.append(
             f"the busiest device does {cost.flops_ratio:.2f} times its share"
-            + (f", the least that can be had by this strategy{f': {why}' if few else ''}" if reached else f"; {bound}")
+            + (f"; whole units of work allow no less{f': {why}' if few else ''}" if reached else f"; {bound}")
         )
     start = "chosen by auto." if by_auto else "as asked."
     return " ".join([start, *(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)])

@@ -175,11 +175,11 @@ def test_units_go_to_the_parts_longest_first(tower):
 def test_the_integer_bound_is_reached_and_said(tower):
     plan = tower(heads=3, units=(1,) * 5).plan({"data": 1, "model": 4})
     assert plan.flops_ratio == plan.cost.flops_bound == pytest.approx(2 * 4 / 5)
-    assert "1.60 times its share, the least that can be had by this strategy" in plan.reason
+    assert "1.60 times its share; whole units of work allow no less" in plan.reason
     assert "a device's share is 1.25 indivisible units" in plan.reason
     by_rows = tower(heads=3, units=(7,) * 5).plan({"data": 1, "model": 4}, layout="rows")
     assert by_rows.flops_ratio == pytest.approx(2 * 4 / 5)
-    assert "1.60 times its share; 1.03 is the least" in by_rows.reason
+    assert "1.60 times its share; 1.03 is what whole units of work allow" in by_rows.reason
 
 
 def test_auto_takes_less_work_over_more_division(tower):
