@@ -107,7 +107,9 @@ def resolve(
     fair = [i for i, cost in fitting.items() if cost.flops_ratio <= enough]
     chosen = fair[0] if memory_limit is None else min(fair, key=lambda i: fitting[i].seconds)
 
-    weights, (batching, cost) = layouts[chosen], costs[chosen] or (Batching(()), fitting[chosen])
+    found = costs[chosen]
+    assert found is not None  # it is among the possible ones
+    weights, (batching, cost) = layouts[chosen], found
     obstacles = tensor[0].obstacles if by_auto and tensor and not tensor_fits else ()
     if obstacles:
         _warn_once(weights, obstacles, mesh=mesh, name=name)

@@ -217,12 +217,14 @@ def test_an_encoder_for_one_device_runs_where_its_parameters_have_been_put(encod
 
 
 def test_shard_map_takes_an_encoder_for_one_device_and_says_so_of_others(encoders, expected):
-    batch, specs = encoders["hybrid"].pack(ITEMS[QWEN]), (PartitionSpec(), PartitionSpec("x"))
+    batch, everywhere = encoders["hybrid"].pack(ITEMS[QWEN]), PartitionSpec()
     params = jax.tree.map(np.asarray, encoders["one device"].params)
 
     def mapped(encoder):
         whole = mesh_of(AUTO, x=8)
-        return jax.jit(jax.shard_map(encoder.apply, mesh=whole, in_specs=specs, out_specs=specs[1]))(params, batch)
+        return jax.jit(jax.shard_map(encoder.apply, mesh=whole, in_specs=everywhere, out_specs=everywhere))(
+            params, batch
+        )
 
     assert_all_close(encoders["hybrid"].unpack(mapped(encoders["one device"]), batch), expected[QWEN]["rows"])
     with pytest.raises(jaxenc.RulesError, match=r"model_batch=2, model=4\), the surrounding one \(x=8\).*shard_map"):
