@@ -29,11 +29,11 @@ from benchmarks.results import RESULTS, Row, Table, keep
 from jaxenc.encoder import BatchLayout
 from jaxenc.models.qwen3_omni_audio import Config
 from sharding_rules.costs import FAIR
+from sharding_rules.reasons import FEW_UNITS
 
 DATA = range(1, 9)
 MODEL = range(1, 65)
 BATCHES = (1, 3, 8, 64)
-FEW_UNITS = 10  # below so many for each device, whole units decide, and the bound is what counts
 SHOWN = [(1, 3), (1, 5), (1, 6), (1, 7), (1, 8), (1, 12), (1, 20), (1, 24), (1, 25), (1, 32), (1, 48), (1, 64), (8, 8)]
 
 PLANS = Table(

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -219,8 +219,7 @@ class Encoder:
         """
         run = partial(self._jitted, capture=self._blocks(capture))
         inputs = dict(batch.inputs)
-        own = unflatten_dict({path: self.plan.sharding(path) for path in flatten(self.params)}, sep="/")
-        shardings = own, {name: self._input_sharding(name) for name in inputs}
+        shardings = self._param_shardings, {name: self._input_sharding(name) for name in inputs}
         rows, captured = self.plan.call(run, params, inputs, shardings=shardings)
         return (rows, captured) if captured else rows
 
@@ -295,7 +294,7 @@ class Encoder:
             )
         for budget in given:
             axes = config.token_axes(budget, parts)
-            share = config.unit if config.window is None else budget.folds(config.window)[1] or 1
+            share = packing.spread_unit(config.window, rows=budget.rows, unit=config.unit)
             if (
                 budget.rows % rows
                 or budget.length % config.unit
@@ -402,6 +401,11 @@ class Encoder:
         """Parts of the batch and of each token axis."""
         return {"batch": self.plan.rows_parts, **self.plan.length_parts}
 
+    @cached_property
+    def _param_shardings(self) -> Params:
+        shardings: Params = self.plan.shardings(self.params)
+        return shardings
+
     @property
     def _mesh(self) -> Mesh:
         assert isinstance(self.plan.mesh, Mesh)  # parameters are on devices
@@ -412,9 +416,7 @@ class Encoder:
 
     def _placed(self, path: str, array: Any) -> jax.Array:
         sharding = self.plan.sharding(path)
-        if array.shape != self.plan.shape(path):
-            array = self.plan.pad(path, np.asarray(array))
-        placed = jax.device_put(array, sharding)
+        placed = jax.device_put(self.plan.pad(path, array), sharding)
         if placed.dtype == self.dtype:
             return placed
         # within the mesh of a caller's set_mesh, JAX refuses to cast what is on another

@@ -14,8 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxenc.errors import InputError
-
-LAYOUTS = ("auto", "rows", "length")
+from sharding_rules.batching import LAYOUTS
 
 
 @dataclass(frozen=True, order=True)
@@ -49,7 +48,7 @@ class Budget:
         """
         if not self.spread:
             return 0, 0
-        length = self.spread if window is None else -(-window // self.rows)
+        length = self.spread if window is None else spread_unit(window, rows=self.rows, unit=1)
         return self.spread // length, length
 
     def holds(self, layout: str) -> bool:
@@ -150,6 +149,11 @@ def fold(segments: Int[np.ndarray, "b n"], budget: Budget, window: int | None) -
     return np.ascontiguousarray(spread.swapaxes(0, 1).reshape(folds, budget.rows * length))
 
 
+def spread_unit(window: int | None, *, rows: int, unit: int) -> int:
+    """Tokens that the spread part of a row is a multiple of: a row's share of a window, or `unit` without windows."""
+    return unit if window is None else -(-window // rows)
+
+
 def divides(sizes: Mapping[str, int], parts: Mapping[str, int]) -> bool:
     """Whether every axis divides over the devices that share it."""
     return all(size % parts.get(axis, 1) == 0 for axis, size in sizes.items())
@@ -189,8 +193,8 @@ def budgets(
         return raised(lambda k: Budget(k * lengths[0], rows), -(-length // lengths[0]))
 
     def spread(total: int) -> Budget:
-        share, room = (unit, rows * unit) if window is None else (-(-window // rows), window)
-        return raised(lambda k: Budget(0, rows, k * share), -(-total // room))
+        share = spread_unit(window, rows=rows, unit=unit)
+        return raised(lambda k: Budget(0, rows, k * share), -(-total // (window or rows * unit)))
 
     if rows == 1:
         return tuple(sorted({whole(length) for length in lengths}))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -99,32 +100,51 @@ def choose_batching(
     Returns:
       The batching and its cost. Where none is fair, the time counts among those with the least work on a device.
     """
+    dtype, param_bytes = dtype_of(parameters), _param_bytes(layout, parameters)
     found = [
-        (batching, cost_of(layout, parameters, workload=workload, batching=batching, profile=profile))
+        (
+            batching,
+            cost_of(
+                layout, workload=workload, batching=batching, profile=profile, dtype=dtype, param_bytes=param_bytes
+            ),
+        )
         for batching in batchings(workload.item_flops, layout.parts(BATCH), layout=batch_layout)
     ]
     limit = max(FAIR, 1.001 * min(cost.flops_ratio for _, cost in found))
     return min((pair for pair in found if pair[1].flops_ratio <= limit), key=lambda pair: pair[1].seconds)
 
 
+def dtype_of(parameters: Mapping[str, Parameter]) -> np.dtype[Any]:
+    """What an encoder computes in: the dtype of its first parameter."""
+    return np.dtype(next((parameter.dtype for parameter in parameters.values()), "float32"))
+
+
+def _param_bytes(layout: Layout, parameters: Mapping[str, Parameter]) -> int:
+    return sum(
+        np.dtype(parameter.dtype).itemsize * math.prod(layout.shape(parameter)) // layout.parameter_parts(parameter)
+        for parameter in parameters.values()
+    )
+
+
 def cost_of(
     layout: Layout,
-    parameters: Mapping[str, Parameter],
     *,
     workload: Workload,
     batching: Batching,
     profile: DeviceProfile,
+    dtype: np.dtype[Any],
+    param_bytes: int,
 ) -> Cost:
     """What a layout costs with the items on its parts in a given way.
 
     Args:
       layout: A possible layout of the weights.
-      parameters: Names and shapes, by path.
       workload: The items and the groups.
       batching: Where the items go.
       profile: Of the devices.
+      dtype: Of products and activations.
+      param_bytes: Of the parameters on each device.
     """
-    dtype = np.dtype(next((parameter.dtype for parameter in parameters.values()), "float32"))
     batch_parts = len(batching.rows)
     flops, live = np.zeros(batch_parts), np.zeros(batch_parts)
     spread = sum(workload.tokens[item] for item in batching.spread)
@@ -132,25 +152,21 @@ def cost_of(
     loads = {unit: _Load(workload.tokens, batching, unit=unit) for unit in {1, *(g.unit for g in workload.groups)}}
     for group in workload.groups:
         load = loads[group.unit]
-        parts, waste = layout.group_parts(group.name), 1 + layout.waste(group.axis)
-        by_tokens = layout.divided.get(group.name) == group.length_axis
-        # tokens are divided by whole units; weights evenly, their padding included
-        share = waste / parts if not by_tokens else np.ceil(load.units / parts) / np.maximum(load.units, 1)
+        token_parts = layout.group_parts(group.name) if layout.divides_tokens(group) else 1
+        weights = layout.weight_share(group)
+        # tokens are divided by whole units, weights evenly
+        share = weights * np.ceil(load.units / token_parts) / np.maximum(load.units, 1)
         flops += share * load.of(group.flops)
         # where an item is spread, a device still has all of its keys, and their scores with its own queries
-        across = group.pairs * load.pairs(group.block, parts if by_tokens else 1) + group.shared * spread
-        held = share * load.of(group.live or (0.0,) * len(workload.tokens)) + across * (1 if by_tokens else share)
+        across = group.pairs * load.pairs(group.block, token_parts) + group.shared * spread
+        held = share * load.of(group.live or (0.0,) * len(workload.tokens)) + weights * across
         live = np.maximum(live, held)
-        units, pieces = int(load.units.sum()), batch_parts * (parts if by_tokens else 1)
+        units, pieces = int(load.units.sum()), batch_parts * token_parts
         if work := math.fsum(group.flops):
-            bound += work * (1 if by_tokens else waste / parts) * math.ceil(units / pieces) / units
+            bound += work * weights * math.ceil(units / pieces) / units
             units_per_device = min(units_per_device, units / pieces)
     ideal = math.fsum(workload.item_flops) / layout.mesh.size
     busiest = float(flops.max(initial=0.0))
-    param_bytes = sum(
-        np.dtype(parameter.dtype).itemsize * math.prod(layout.shape(parameter)) // layout.parameter_parts(parameter)
-        for parameter in parameters.values()
-    )
     exchanged = collectives(layout, workload=workload, batching=batching, dtype=dtype)
     repeated = [one for one in exchanged if one.layers > 1]
     moved = math.fsum(one.moved_bytes for one in exchanged)
@@ -186,7 +202,7 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
     found = []
     for group in workload.groups:
         parts = layout.group_parts(group.name)
-        by_tokens = layout.divided.get(group.name) == group.length_axis
+        by_tokens = layout.divides_tokens(group)
         if by_tokens and parts > 1 and group.returned:
             size = load.fullest * group.returned * itemsize
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, parts))
@@ -194,8 +210,7 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
             size = load.fullest * group.summed * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
         if spread and batch_parts > 1 and group.shared:
-            share = 1 if by_tokens else (1 + layout.waste(group.axis)) / parts
-            size = spread * group.shared * share * itemsize
+            size = spread * group.shared * layout.weight_share(group) * itemsize
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, batch_parts))
     return tuple(found)
 

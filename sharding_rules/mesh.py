@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from sharding_rules.rules import describe_shape
+
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -41,7 +43,7 @@ def device_mesh(shape: Mapping[str, int], *, devices: Sequence[jax.Device] | Non
       ValueError: There are fewer devices than that, or a size is not positive.
     """
     found = jax.devices() if devices is None else list(devices)
-    needed, sizes = math.prod(shape.values()), ", ".join(f"{axis}={size}" for axis, size in shape.items())
+    needed, sizes = math.prod(shape.values()), describe_shape(shape)
     if min(shape.values(), default=1) < 1:
         raise ValueError(f"mesh ({sizes}): every size must be at least 1")
     if len(found) < needed:

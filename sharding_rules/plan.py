@@ -1,7 +1,6 @@
 """A Plan: what was decided about every axis, why, what else there was, and the shardings that follow."""
 
 import html
-import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,21 +11,21 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding_rules.batching import Batching
-from sharding_rules.costs import FAIR, Collective, Cost, collectives, cost_of
+from sharding_rules.costs import Collective, Cost, collectives, cost_of, dtype_of
 from sharding_rules.holdings import Holding, holdings_json, holdings_of
 from sharding_rules.mesh import AnyMesh
 from sharding_rules.pictures import picture
+from sharding_rules.printing import Fact, facts, first_word, header, tables, totals
 from sharding_rules.profiles import DeviceProfile
 from sharding_rules.rules import BATCH, Axes, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
 from sharding_rules.strategies import Layout, partition_spec, parts_of
-from sharding_rules.tables import WIDTH, Table
+from sharding_rules.tables import WIDTH
 from sharding_rules.trees import path_of
 from sharding_rules.workload import Workload
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
 T = TypeVar("T")
 
 
@@ -175,21 +174,28 @@ class Plan:
 
     def predict(self, workload: Workload, batching: Batching) -> Cost:
         """What another call would cost on this layout."""
-        return cost_of(self.layout, self.parameters, workload=workload, batching=batching, profile=self.profile)
+        return cost_of(
+            self.layout,
+            workload=workload,
+            batching=batching,
+            profile=self.profile,
+            dtype=dtype_of(self.parameters),
+            param_bytes=self.param_bytes_per_device,
+        )
 
     def collectives(self, workload: Workload, batching: Batching) -> tuple[Collective, ...]:
         """What devices would say to each other in such a call."""
-        return collectives(self.layout, workload=workload, batching=batching, dtype=_dtype(self))
+        return collectives(self.layout, workload=workload, batching=batching, dtype=dtype_of(self.parameters))
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of one parameter on the devices, padding included."""
         self._check_path(path)
         return self.layout.shape(self.parameters[path])
 
-    def pad(self, path: str, value: np.ndarray) -> np.ndarray:
-        """A host array of the true shape with the zeros that this parameter has appended on the devices."""
+    def pad(self, path: str, value: Any) -> Any:
+        """An array with the zeros that this parameter has appended on the devices: as it is, if it has them."""
         zeros = [(0, padded - size) for padded, size in zip(self.shape(path), value.shape, strict=True)]
-        return np.pad(value, zeros) if any(after for _, after in zeros) else value
+        return np.pad(np.asarray(value), zeros) if any(after for _, after in zeros) else value
 
     def parts(self, name: str) -> int:
         """The number of parts that a logical axis is divided into."""
@@ -225,8 +231,7 @@ class Plan:
             sharding, planned = self.sharding(name), self.parameters[name].shape
             if value.shape != planned:
                 raise ValueError(f"{name} has shape {list(value.shape)}, the plan was made for {list(planned)}")
-            padded = value if self.shape(name) == planned else self.pad(name, np.asarray(value))
-            placed: jax.Array = jax.device_put(padded, sharding)
+            placed: jax.Array = jax.device_put(self.pad(name, value), sharding)
             return placed
 
         return jax.tree_util.tree_map_with_path(put, tree)
@@ -376,8 +381,8 @@ class Plan:
 
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to another, on another mesh perhaps: a line each, or "no difference"."""
-        mine, theirs = _facts(self), _facts(other)
-        none = _Fact("-")
+        mine, theirs = facts(self), facts(other)
+        none = Fact("-")
         changes = [(key, mine.get(key, none), theirs.get(key, none)) for key in mine | theirs]
         changed = [(key, a, b) for key, a, b in changes if a.text != b.text]
         keys, befores = (max((len(f"{row[i]}") for row in changed), default=0) for i in (0, 1))
@@ -389,9 +394,9 @@ class Plan:
     def __str__(self) -> str:
         """Tables in plain text, below 120 columns."""
         before, after = (
-            "\n".join(textwrap.fill(line, WIDTH) for line in lines) for lines in (_header(self), _totals(self))
+            "\n".join(textwrap.fill(line, WIDTH) for line in lines) for lines in (header(self), totals(self))
         )
-        return "\n\n".join([before, *(table.text() for table in _tables(self)), after])
+        return "\n\n".join([before, *(table.text() for table in tables(self)), after])
 
     def __repr__(self) -> str:
         """One line."""
@@ -401,19 +406,19 @@ class Plan:
 
     def _repr_html_(self) -> str:
         before, after = (
-            "".join(f"<p>{html.escape(line)}</p>" for line in lines) for lines in (_header(self), _totals(self))
+            "".join(f"<p>{html.escape(line)}</p>" for line in lines) for lines in (header(self), totals(self))
         )
-        return "".join([before, picture(self), *(table.html() for table in _tables(self)), after])
+        return "".join([before, picture(self), *(table.html() for table in tables(self)), after])
 
     def __rich__(self) -> "Group":
         """What `rich.print` shows."""
         from rich.console import Group
         from rich.text import Text
 
-        title, *header = map(Text, _header(self))
+        title, *before = map(Text, header(self))
         title.stylize("bold")
-        totals = [Text.assemble((start, "cyan"), rest) for start, rest in map(_first_word, _totals(self))]
-        return Group(title, *header, *_tables(self), Text(), *totals)
+        after = [Text.assemble((start, "cyan"), rest) for start, rest in map(first_word, totals(self))]
+        return Group(title, *before, *tables(self), Text(), *after)
 
     def _check_path(self, path: str) -> None:
         if path not in self.parameter_specs:
@@ -440,157 +445,3 @@ def _other_devices(mesh: AnyMesh, context: AbstractMesh, args: Any) -> bool:
     except ValueError:  # JAX does not say inside jit and grad; there it finds other devices itself, and names them
         return False
     return mesh.size == context.size and isinstance(mesh, Mesh) and [*around.devices.flat] != [*mesh.devices.flat]
-
-
-def _header(plan: Plan) -> list[str]:
-    devices = f"{plan.mesh.size} device{'s' * (plan.mesh.size > 1)}"
-    return [
-        f"{plan.encoder} on {devices}, mesh ({_given(plan)})",
-        f"Strategy: {plan.strategy}, {plan.reason}",
-    ]
-
-
-def _first_word(line: str) -> tuple[str, str]:
-    """A line in two, after the colon that its first words end with."""
-    start, colon, rest = line.partition(":")
-    return start + colon, rest
-
-
-def _given(plan: Plan) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in plan.given_mesh.items())
-
-
-def _totals(plan: Plan) -> list[str]:
-    cost, parts = plan.cost, plan.rows_parts
-    lines = [
-        f"Work of the busiest device: {_si(cost.flops_per_device)}FLOP, {cost.flops_ratio:.2f} times an equal share "
-        f"(the flops ratio; {FAIR:.2f} is fair). Parameters: {_si(cost.param_bytes_per_device)}B on each device.",
-        f"Batch: {plan.batch_layout}, over {parts} part{'s' * (parts > 1)}; once all parts are as long as the fullest, "
-        f"{cost.padding_ratio:.2f} times the tokens (the padding ratio).",
-        f"Collectives: {cost.collectives_per_layer} a layer, {_si(cost.collective_bytes)}B sent by each device in all. "
-        f"Predicted on {plan.profile.name}: {cost.seconds * 1e3:.3g} ms, of which an equal share of the work "
-        f"{plan.profile.compute_seconds(cost.flops_ideal, _dtype(plan)) * 1e3:.3g} ms.",
-    ]
-    fastest = min((c for c in plan.candidates if c.cost and c.strategy in AUTO), key=_seconds, default=None)
-    if fastest and not fastest.chosen and 1.2 * _seconds(fastest) < cost.seconds:
-        lines.append(
-            f"Faster: {fastest.strategy!r}, predicted {_seconds(fastest) * 1e3:.3g} ms with "
-            f"{_si(fastest.cost.param_bytes_per_device if fastest.cost else 0)}B of parameters on each device. "
-            "Given a memory limit that it fits, auto takes it."
-        )
-    return lines
-
-
-def _seconds(candidate: Candidate) -> float:
-    return candidate.cost.seconds if candidate.cost else math.inf
-
-
-def _dtype(plan: Plan) -> str:
-    return np.dtype(next((parameter.dtype for parameter in plan.parameters.values()), "float32")).name
-
-
-def _tables(plan: Plan) -> list[Table]:
-    decisions = [
-        (
-            decision.group,
-            decision.axis,
-            _size(decision),
-            ", ".join(decision.mesh_axes) or "-",
-            f"{decision.parts}",
-            decision.per_device,
-            decision.action,
-            decision.reason,
-        )
-        for decision in plan.decisions
-    ]
-    candidates = []
-    for candidate in plan.candidates:
-        cost, cells = candidate.cost, ("-", "-", "-", "-", "-")
-        if cost:
-            megabytes, milliseconds = f"{cost.param_bytes_per_device / 1e6:,.1f}", f"{cost.seconds * 1e3:.3g}"
-            ratio, collectives = f"{cost.flops_ratio:.2f}", f"{cost.collectives_per_layer}"
-            cells = candidate.batch_layout or "-", ratio, megabytes, collectives, milliseconds
-        parts = f"{candidate.weight_parts} x {candidate.batch_parts}"
-        candidates.append((candidate.strategy, parts, *cells, candidate.reason))
-    return [
-        Table(
-            "Decisions", ("group", "axis", ">size", "mesh axes", ">parts", ">per device", "action", "why"), decisions
-        ),
-        Table(
-            "Candidates (weights x batch: into how many parts; "
-            "flops ratio: work of the busiest device over an equal share)",
-            (
-                "strategy",
-                "weights x batch",
-                "batch layout",
-                ">flops ratio",
-                ">MB/device",
-                ">collectives",
-                ">ms",
-                "why",
-            ),
-            candidates,
-            marked=[candidate.chosen for candidate in plan.candidates].index(True),
-        ),
-    ]
-
-
-def _size(decision: Decision) -> str:
-    if decision.size is None:
-        return "-"
-    padding = (decision.padded_size or 0) - decision.size
-    return f"{decision.size} + {padding}" if padding > 0 else f"{decision.size}"
-
-
-def _si(value: float) -> str:
-    """`517 G`."""
-    power = min(5, int(math.log10(max(value, 1)) // 3))
-    return f"{value / 1000**power:.4g} {' kMGTP'[power].strip()}"
-
-
-@dataclass(frozen=True)
-class _Fact:
-    """One thing that `diff` compares, in words; with its number where it has one."""
-
-    text: str
-    number: float = 0
-
-    def __str__(self) -> str:
-        return self.text
-
-    def times(self, before: "_Fact") -> str:
-        """`, 0.27 times`, where both have a number."""
-        return f", {self.number / before.number:.3g} times" if self.number and before.number else ""
-
-
-def _facts(plan: Plan) -> dict[str, _Fact]:
-    cost = plan.cost
-    numbers = {
-        "work of the busiest device": (f"{_si(cost.flops_per_device)}FLOP", cost.flops_per_device),
-        "parameters on each device": (f"{_si(cost.param_bytes_per_device)}B", cost.param_bytes_per_device),
-        "sent by each device": (f"{_si(cost.collective_bytes)}B", cost.collective_bytes),
-        f"predicted time on {plan.profile.name}": (f"{cost.seconds * 1e3:.3g} ms", cost.seconds),
-    }
-    words = {
-        "encoder": plan.encoder,
-        "devices": f"{plan.mesh.size}",
-        "mesh": _given(plan),
-        "mesh once split": describe_mesh(plan.mesh) if dict(plan.mesh.shape) != dict(plan.given_mesh) else "-",
-        "strategy": plan.strategy,
-        **{f"{each.group}: {each.axis}": _held(each) for each in plan.decisions if each.group != BATCH},
-        "batch layout": plan.batch_layout,
-        "parts of the batch": f"{plan.rows_parts}",
-        "items or windows": f"{len(plan.batching.whole[0]) + len(plan.batching.spread)}",
-        "flops ratio": f"{plan.flops_ratio:.2f}",
-        "padding ratio": f"{plan.padding_ratio:.2f}",
-        "collectives a layer": f"{plan.collectives_per_layer}",
-    }
-    return {key: _Fact(text) for key, text in words.items()} | {key: _Fact(*pair) for key, pair in numbers.items()}
-
-
-def _held(decision: Decision) -> str:
-    """`5 on each of 4 (model)`."""
-    if decision.parts == 1:
-        return "whole"
-    padding = f", {_size(decision)} of zeros" if decision.action == "padded and sharded" else ""
-    return f"{decision.per_device} on each of {decision.parts} ({', '.join(decision.mesh_axes)}){padding}"

@@ -10,6 +10,7 @@ from sharding_rules.costs import FAIR, Cost
 from sharding_rules.mesh import AnyMesh, split_name
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, describe_mesh, flatten
 from sharding_rules.strategies import (
+    AUTO,
     Layout,
     Obstacle,
     axis_sizes,
@@ -146,7 +147,7 @@ def fate(
     if cost is None:
         return "; ".join(shortfall(obstacle) for obstacle in layout.obstacles)
     if layout.strategy not in pool:
-        return "not asked for" if layout.strategy in ("tensor", "hybrid", "data") else "only when asked for"
+        return "not asked for" if layout.strategy in AUTO else "only when asked for"
     if memory_limit is not None and cost.param_bytes_per_device > memory_limit:
         return f"over the memory limit of {memory_limit / 1e6:,.1f} MB"
     if cost.flops_ratio > enough:

@@ -8,10 +8,11 @@ from sharding_rules import reasons
 from sharding_rules.batching import Batching
 from sharding_rules.costs import FAIR, Cost, choose_batching
 from sharding_rules.mesh import AnyMesh, auto_mesh
-from sharding_rules.plan import AUTO, Candidate, Decision, Plan
+from sharding_rules.plan import Candidate, Decision, Plan
 from sharding_rules.profiles import DeviceProfile, profile_of
 from sharding_rules.rules import BATCH, AxisRules, IndivisibleAxisError, Parameter, RulesError, describe_mesh, nearest
 from sharding_rules.strategies import (
+    AUTO,
     Layout,
     Obstacle,
     axis_sizes,

@@ -146,4 +146,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """A mesh in words: `data=1, model=8`."""
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return describe_shape(mesh.shape)
+
+
+def describe_shape(shape: Mapping[str, int]) -> str:
+    """The axes of a mesh in words: `data=1, model=8`."""
+    return ", ".join(f"{axis}={size}" for axis, size in shape.items())

@@ -15,6 +15,7 @@ from sharding_rules.mesh import AnyMesh, split_axis, split_name
 from sharding_rules.rules import BATCH, Axes, AxisRules, Parameter, RulesError, flatten
 from sharding_rules.workload import GroupWork, Workload
 
+AUTO = ("tensor", "hybrid", "data")  # what auto chooses from, the most divided weights first
 CHEAP_PADDING = 0.02  # of an axis: less than this is padded without being asked
 
 
@@ -70,6 +71,14 @@ class Layout:
         """The shape of a parameter with its padding."""
         sizes = zip(parameter.axes, parameter.shape, strict=True)
         return tuple(self.padded_size(axis, size) for axis, size in sizes)
+
+    def divides_tokens(self, group: GroupWork) -> bool:
+        """Whether a group's tokens are divided instead of its weights."""
+        return self.divided.get(group.name) == group.length_axis
+
+    def weight_share(self, group: GroupWork) -> float:
+        """The part of a group's weights that each device has, its padding included."""
+        return 1.0 if self.divides_tokens(group) else (1 + self.waste(group.axis)) / self.group_parts(group.name)
 
     def waste(self, axis: str | None) -> float:
         """The work that the padding of an axis adds, relative to what there is without."""

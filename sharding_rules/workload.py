@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Workload:
         if len({group.name for group in self.groups}) < len(self.groups):
             raise ValueError(f"two groups share a name: {', '.join(group.name for group in self.groups)}")
 
-    @property
+    @cached_property
     def item_flops(self) -> tuple[float, ...]:
         """FLOPs of each item in all groups together."""
         return tuple(math.fsum(group.flops[item] for group in self.groups) for item in range(len(self.tokens)))

@@ -43,7 +43,7 @@ def layouts(encoder, tokens, whole):
     hold pieces of up to `whole` tokens."""
     plan, config = encoder.plan, encoder.config
     rows = plan.rows_parts
-    share = config.unit if config.window is None else -(-config.window // rows)
+    share = packing.spread_unit(config.window, rows=rows, unit=config.unit)
 
     def first(made):
         """The first budget that divides."""

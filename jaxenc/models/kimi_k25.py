@@ -5,6 +5,7 @@ Source: the published model code and `Kimi_K25VisionModel` of transformers 5.24.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import kimi_k25 as keys
@@ -278,7 +279,7 @@ class Config:
 
         An item's tokens are in the order of the output rows they become, so that any run of whole rows can be apart.
         """
-        b, n, m, group = budget.rows, budget.row, self.merge, self.merge**2
+        b, n, group = budget.rows, budget.row, self.merge**2
         tokens, rows = Slots.empty(b, n), Slots.empty(b, n // group)
         arrays = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
@@ -293,8 +294,7 @@ class Config:
         for segment, place in packing.segments(placed):
             item = items[place.item]
             t, h, w = item.grid
-            grouped = np.arange(t * h * w).reshape(t, h // m, m, w // m, m).transpose(1, 3, 0, 2, 4).ravel()
-            order = grouped[place.start : place.start + place.size]
+            order = row_order(item.grid, self.merge)[place.start : place.start + place.size]
             at = (place.row, slice(place.offset, place.offset + place.size))
             frame, y, x = np.unravel_index(order, item.grid)
             arrays["patches"][at] = item.patches[order]
@@ -396,6 +396,14 @@ class PatchMerger(nnx.Module):
         hidden = self.up(shard(merged, "batch", "projector_length", "projector_in"))
         hidden = shard(jax.nn.gelu(hidden, approximate=False), "batch", "projector_length", "projector_mlp")
         return shard(self.down(hidden), "batch", "projector_length", "projector_out")
+
+
+@lru_cache(maxsize=64)  # every row that has a share of an item asks for it
+def row_order(grid: tuple[int, int, int], merge: int) -> Int[np.ndarray, " n"]:
+    """The tokens of a clip (frames, rows, columns) in the order of the output rows that they become."""
+    t, h, w = grid
+    tokens = np.arange(t * h * w).reshape(t, h // merge, merge, w // merge, merge)
+    return tokens.transpose(1, 3, 0, 2, 4).ravel()
 
 
 def temporal_table(frames: int, embed: int) -> Float[np.ndarray, "frames+1 embed"]:

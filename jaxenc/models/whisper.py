@@ -214,10 +214,12 @@ class Config:
             "position": np.zeros((b, n), np.int32),
             "segments": np.zeros((b, n), np.int32),
         }
+        # once an item, however many rows have a share of it
+        frames = {item: token_frames(items[item].mel) for item in {place.item for place in placed}}
         for segment, place in packing.segments(placed):
             at = (place.row, slice(place.offset, place.offset + place.size))
             positions = np.arange(place.start, place.start + place.size)
-            arrays["mel"][at] = token_frames(items[place.item].mel)[positions]
+            arrays["mel"][at] = frames[place.item][positions]
             arrays["position"][at] = positions
             arrays["segments"][at] = segment
             slots.fill(place.row, place.offset, place.item, positions)
