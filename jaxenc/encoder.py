@@ -23,7 +23,7 @@ import checkpoints_convert
 from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
-from jaxenc.layers.parameters import flatten
+from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import EncoderConfig, abstract_module
 from jaxenc.packing import Batch, Budget
 from sharding_rules import Batching, Plan, Workload
@@ -457,7 +457,7 @@ class Encoder:
         # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
         precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            return module(inputs, shard=self.plan.constrain, capture=capture)
+            return module(inputs, shard=Shard(self.plan), capture=capture)
 
     def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
         layers = self.config.transformer.layers

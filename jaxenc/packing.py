@@ -142,13 +142,6 @@ def unpack(
         target[slots.index[held]] = out[held]
 
 
-def fold(segments: Int[np.ndarray, "b n"], budget: Budget, window: int | None) -> Int[np.ndarray, "folds s"]:
-    """The segments of a batch's spread part, fold by fold, the share of each row after that of the one before."""
-    folds, length = budget.folds(window)
-    spread = segments[:, budget.length :].reshape(budget.rows, folds, length)
-    return np.ascontiguousarray(spread.swapaxes(0, 1).reshape(folds, budget.rows * length))
-
-
 def spread_unit(window: int | None, *, rows: int, unit: int) -> int:
     """Tokens that the spread part of a row is a multiple of: a row's share of a window, or `unit` without windows."""
     return unit if window is None else -(-window // rows)

@@ -298,6 +298,45 @@ class Plan:
         constrained: jax.Array = jax.lax.with_sharding_constraint(x, sharding)  # type: ignore[no-untyped-call]
         return constrained
 
+    def per_device(
+        self,
+        function: Callable[..., jax.Array],
+        *args: jax.Array,
+        axes: Sequence[Sequence[str | None]],
+        out: Sequence[str | None],
+    ) -> jax.Array:
+        """Runs a function on each device by itself, on the device's own part of the arguments.
+
+        For loops whose length each device decides for itself. A device that has all of an argument's axis sees all of
+        it, and nothing is said between devices; the gradient sums over them where they share an argument.
+
+        Args:
+          function: Of these arguments.
+          *args: Arrays, inside jit, on the plan's mesh.
+          axes: For each argument, the logical name of each dimension.
+          out: The same for the result.
+
+        Returns:
+          The result, put together.
+
+        Raises:
+          RulesError: As for `spec`.
+        """
+        if self.mesh.size == 1:
+            return function(*args)
+        context = jax.sharding.get_abstract_mesh()
+        specs = tuple(self.spec(*names) for names in axes)
+        # values are not followed from device to device: loops start from zeros that are the same on all
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh if context.empty else context,
+            in_specs=specs,
+            out_specs=self.spec(*out),
+            check_vma=False,
+        )
+        result: jax.Array = mapped(*args)
+        return result
+
     def call(self, function: Callable[..., T], *args: Any, shardings: Sequence[Any]) -> T:
         """Calls a function that uses `constrain` on the plan's mesh, whatever mesh `jax.set_mesh` has set around it.
 

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from jaxenc.layers.blocks import block_attention
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import rotate_pairs
-
-QUERY_BLOCK = 1024
+from jaxenc.layers.schedule import AXES, Schedule
 
 
 def segment_attention(
@@ -22,9 +22,8 @@ def segment_attention(
 ) -> Float[Array, "b n heads head_dim"]:
     """softmax(q k^T / sqrt(head_dim)) v over the keys that share the query's segment (Vaswani et al., 2017).
 
-    Scores and softmax are float32. Padding is a segment of its own, and a query's own token is among the keys, so every
-    query has something to attend to. Scores are made for 1,024 queries at a time: 16,384 tokens need 1 GB for 16
-    heads, not 17.
+    Scores and softmax are float32, and all scores are made at once: this is for windows. Padding is a segment of its
+    own, and a query's own token is among the keys, so every query has something to attend to.
 
     Args:
         query: of the compute dtype.
@@ -36,27 +35,13 @@ def segment_attention(
     Returns:
         One vector a query, in the compute dtype.
     """
-    b, n, h, k = query.shape
     # batch-major: one [n, k] x [k, n] product a head is twice as fast on CPU as the transposed einsum
     q, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-
-    def attend(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, own = block
-        scores = jnp.einsum("bhqk,bhsk->bhqs", queries, key, preferred_element_type=jnp.float32) * k**-0.5
-        same = own[:, None, :, None] == key_segments[:, None, None, :]
-        weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1)
-        return jnp.einsum(
-            "bhqs,bhsk->bhqk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-        ).astype(value.dtype)
-
-    if n <= QUERY_BLOCK or n % QUERY_BLOCK:
-        y = attend((q, query_segments))
-    else:
-        blocks = n // QUERY_BLOCK
-        q_blocks = jnp.moveaxis(q.reshape(b, h, blocks, QUERY_BLOCK, k), 2, 0)
-        own_blocks = jnp.moveaxis(query_segments.reshape(b, blocks, QUERY_BLOCK), 1, 0)
-        y = jnp.moveaxis(jax.lax.map(attend, (q_blocks, own_blocks)), 0, 2).reshape(b, h, n, k)
-    return jnp.swapaxes(y, 1, 2)
+    scores = jnp.einsum("bhqk,bhsk->bhqs", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    same = query_segments[:, None, :, None] == key_segments[:, None, None, :]
+    weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1).astype(value.dtype)
+    y = jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(y.astype(value.dtype), 1, 2)
 
 
 class Attention(nnx.Module):
@@ -96,22 +81,16 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "b n embed"],
         *,
-        segments: Int[Array, "b n"],
-        spread: Int[Array, "folds s"] | None,
+        schedule: Schedule,
         rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
-        window: int | None,
         shard: Shard,
     ) -> Float[Array, "b n embed"]:
         """Attends within segments.
 
         Args:
             x: tokens.
-            segments: which tokens belong together.
-            spread: where the last tokens of every row belong to items that are spread over all rows, their segments:
-                fold by fold, the share of each row after that of the one before.
+            schedule: which tokens attend to which.
             rotary: cosines and sines of the pairs' angles, or none.
-            window: where no segment crosses a multiple of this many tokens, the row is folded into that many
-                independent rows, and no score between two of them is computed.
             shard: constrains activations by name.
 
         Returns:
@@ -127,46 +106,65 @@ class Attention(nnx.Module):
             )
         if rotary is not None:
             query, key = rotate_pairs(query, *rotary), rotate_pairs(key, *rotary)
-        whole = x.shape[1] - (0 if spread is None else spread.size // x.shape[0])
-        y = []
-        if whole:
-            y.append(_attend_in_rows(*(part[:, :whole] for part in (query, key, value, segments)), window=window))
-        if spread is not None:
-            own = (part[:, whole:] for part in (query, key, value, segments))
-            y.append(_attend_over_rows(*own, spread=spread, shard=shard))
-        return self.out(shard(jnp.concatenate(y, axis=1), "batch", "length", "heads", "head_dim"))
+        y = (_attend_in_windows if schedule.starts is None else _attend_in_blocks)(query, key, value, schedule, shard)
+        return self.out(shard(y, "batch", "length", "heads", "head_dim"))
 
 
-def _attend_in_rows(
-    query: Float[Array, "b n heads head_dim"],
-    key: Float[Array, "b n heads head_dim"],
-    value: Float[Array, "b n heads head_dim"],
-    segments: Int[Array, "b n"],
-    *,
-    window: int | None,
-) -> Float[Array, "b n heads head_dim"]:
-    """Every row by itself, and every window of it."""
-    b, n = segments.shape
-    fold = (b * (n // window), window) if window else (b, n)
-    q, k, v, own = (array.reshape(*fold, *array.shape[2:]) for array in (query, key, value, segments))
-    return segment_attention(q, k, v, own, own).reshape(query.shape)
+Heads = Float[Array, "b n heads head_dim"]
 
 
-def _attend_over_rows(
-    query: Float[Array, "b n heads head_dim"],
-    key: Float[Array, "b n heads head_dim"],
-    value: Float[Array, "b n heads head_dim"],
-    segments: Int[Array, "b n"],
-    *,
-    spread: Int[Array, "folds s"],
-    shard: Shard,
-) -> Float[Array, "b n heads head_dim"]:
-    """Each row's queries meet the keys of all rows: keys and values are gathered, together, and nothing else moves."""
-    rows, folds = query.shape[0], spread.shape[0]
+def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
+    """Each device goes through its own blocks: keys of its rows, and those of what is spread over all rows."""
+    whole, segments = _whole(schedule), schedule.segments
+    heads = ("batch", "length", "heads", "head_dim")
+    given = [(query, heads), *((getattr(schedule, name), AXES[name]) for name in ("segments", "starts", "blocks"))]
+    # what there is to attend to: keys, values and segments of the device's own rows, then of what is spread
+    given += [(key[:, :whole], heads), (value[:, :whole], heads), (segments[:, :whole], AXES["segments"])]
+    if schedule.spread is not None:
+        keys, values = _gathered(key[:, whole:], value[:, whole:], 1, shard)
+        shared = (None, None, "heads", "head_dim")
+        given += [(keys, shared), (values, shared), (schedule.spread, AXES["spread"])]
+
+    def attend(query: Array, segments: Array, starts: Array, blocks: Array, *there: Array) -> Array:
+        keys, values, others = (jnp.concatenate([*map(_flat, there[kind::3])]) for kind in range(3))
+        y = block_attention(_flat(query), keys, values, _flat(segments), others, starts[0], blocks[0])
+        return y.reshape(query.shape)
+
+    arrays, axes = zip(*given, strict=True)
+    return shard.per_device(attend, *arrays, axes=axes, out=heads)
+
+
+def _attend_in_windows(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
+    """Every stretch by itself, in a row or, where it is spread, with a share of its queries in each row."""
+    whole, spread, segments = _whole(schedule), schedule.spread, schedule.segments
+    y = []
+    if whole:
+        fold = (-1, schedule.window or whole)
+        parts = (part[:, :whole] for part in (query, key, value, segments))
+        q, k, v, own = (part.reshape(*fold, *part.shape[2:]) for part in parts)
+        y.append(segment_attention(q, k, v, own, own).reshape(query[:, :whole].shape))
+    if spread is not None:
+        rows, folds = len(query), len(spread)
+        keys, values = _gathered(key[:, whole:], value[:, whole:], folds, shard)
+        q, own = (part[:, whole:].reshape(rows, folds, -1, *part.shape[2:]) for part in (query, segments))
+        attend = jax.vmap(lambda q, own: segment_attention(q, keys, values, own, spread))
+        y.append(attend(q, own).reshape(query[:, whole:].shape))
+    return jnp.concatenate(y, axis=1)
+
+
+def _whole(schedule: Schedule) -> int:
+    """Tokens of a row that belong to items which lie in it."""
+    rows, length = schedule.segments.shape
+    return length - (0 if schedule.spread is None else schedule.spread.size // rows)
+
+
+def _gathered(key: Heads, value: Heads, folds: int, shard: Shard) -> Float[Array, "2 folds s heads head_dim"]:
+    """Keys and values of all rows' shares, fold by fold, on every row: in one exchange, and nothing else moves."""
     both = jnp.stack([key, value], axis=2)
-    folded = both.reshape(rows, folds, -1, *both.shape[2:])
+    folded = both.reshape(len(key), folds, -1, *both.shape[2:])
     folded = shard(folded, None, None, None, None, "heads", "head_dim")
-    keys, values = jnp.moveaxis(jnp.moveaxis(folded, 0, 1).reshape(folds, -1, *both.shape[2:]), 2, 0)
-    own = (array.reshape(rows, folds, -1, *array.shape[2:]) for array in (query, segments))
-    attend = jax.vmap(lambda q, s: segment_attention(q, keys, values, s, spread))
-    return attend(*own).reshape(query.shape)
+    return jnp.moveaxis(jnp.moveaxis(folded, 0, 1).reshape(folds, -1, *both.shape[2:]), 2, 0)
+
+
+def _flat(x: Shaped[Array, "b n *rest"]) -> Shaped[Array, "b*n *rest"]:
+    return x.reshape(-1, *x.shape[2:])

@@ -1,9 +1,9 @@
 """Named parameters: what a module declares, and how a whole tree of them is read by path."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,30 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 
+from sharding_rules import Plan
+
 Initial = Literal["normal", "zeros", "ones"]
 
 
-class Shard(Protocol):
-    """Constrains an activation by the logical names of its axes; `Plan.constrain` is one."""
+@dataclass(frozen=True)
+class Shard:
+    """What layers say of devices: by the logical names of axes, and the plan knows the rest."""
+
+    plan: Plan
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """The same values; one name an axis, None for one that is never divided."""
+        """The same values, divided as the plan says; one name an axis, None for one that is never divided."""
+        return self.plan.constrain(x, *axes)
+
+    def per_device(
+        self,
+        function: Callable[..., jax.Array],
+        *args: jax.Array,
+        axes: Sequence[Sequence[str | None]],
+        out: Sequence[str | None],
+    ) -> jax.Array:
+        """A function of what each device has of the arguments; see `Plan.per_device`."""
+        return self.plan.per_device(function, *args, axes=axes, out=out)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxenc.layers.attention import QUERY_BLOCK, Attention
+from jaxenc.layers.attention import Attention
+from jaxenc.layers.blocks import BLOCK
 from jaxenc.layers.mlp import MLP, Activation
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard
+from jaxenc.layers.schedule import Schedule
 from sharding_rules import GroupWork
 
 # XLA's cost analysis counts the body of a scan once: programs that are only counted are traced without scans
@@ -79,7 +81,7 @@ class TransformerConfig:
             shared=2 * width,
             live=tuple(n * (2.0 * c.embed + 4.0 * width) for n in tokens),
             pairs=2 * c.heads,
-            block=QUERY_BLOCK,
+            block=BLOCK,
         )
         mlp = GroupWork(
             "mlp",
@@ -110,15 +112,13 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "b n embed"],
         *,
-        segments: Int[Array, "b n"],
-        spread: Int[Array, "folds s"] | None,
+        schedule: Schedule,
         rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
-        window: int | None,
         shard: Shard,
     ) -> Float[Array, "b n embed"]:
         """One step of the residual stream; for the arguments see `Attention`."""
         normed = self.attention_norm(x)
-        x = x + self.attention(normed, segments=segments, spread=spread, rotary=rotary, window=window, shard=shard)
+        x = x + self.attention(normed, schedule=schedule, rotary=rotary, shard=shard)
         x = shard(x, "batch", "length", "embed")
         x = x + self.mlp(self.mlp_norm(x), length="length", shard=shard)
         return shard(x, "batch", "length", "embed")
@@ -138,11 +138,9 @@ def run_blocks(
     blocks: Block,
     x: Float[Array, "b n embed"],
     *,
-    segments: Int[Array, "b n"],
-    spread: Int[Array, "folds s"] | None,
+    schedule: Schedule,
     shard: Shard,
     rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None = None,
-    window: int | None = None,
     capture: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "b n embed"], dict[int, Float[Array, "b n embed"]]]:
     """Runs stacked blocks one after the other.
@@ -150,16 +148,17 @@ def run_blocks(
     Args:
         blocks: what `stacked_blocks` made.
         x: tokens.
-        segments: which tokens belong together.
-        spread: see `Attention`.
+        schedule: which tokens attend to which.
         shard: constrains activations by name.
         rotary: cosines and sines of the rotary pairs.
-        window: see `Attention`.
         capture: blocks (from 0) whose outputs are wanted too.
 
     Returns:
         The last block's output, and the captured ones by block.
     """
+    if _unrolled.get():
+        # how often a loop over blocks runs is known to the batch only: what is counted attends to whole rows
+        schedule = replace(schedule, starts=None, blocks=None)
     graph, stacked = nnx.split(blocks)
     depth = jax.tree.leaves(stacked)[0].shape[0]
     # one buffer, written as the scan passes: keeping all outputs and choosing later would hold `layers` of them
@@ -173,7 +172,7 @@ def run_blocks(
         x, kept = carry
         state, slot = layer
         block = nnx.merge(graph, state)
-        x = block(x, segments=segments, spread=spread, rotary=rotary, window=window, shard=shard)
+        x = block(x, schedule=schedule, rotary=rotary, shard=shard)
         return (x, kept if kept is None else kept.at[slot].set(x)), None
 
     (x, kept), _ = jax.lax.scan(step, (x, kept), (stacked, jnp.asarray(slots)), unroll=depth if _unrolled.get() else 1)

@@ -25,6 +25,8 @@ from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.resample import bicubic_taps, weighted_gather
 from jaxenc.layers.rotary import axial_rotary
+from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
+from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -94,8 +96,7 @@ class Config:
     window: ClassVar[int | None] = None
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "patches": ("batch", "stem_length", "patch"),
-        "segments": ("batch", "length"),
-        "spread": (None, None),
+        **SCHEDULE_AXES,
         "frame": ("batch", "length"),
         "yx": ("batch", "length", None),
         "tap_index": ("batch", "stem_length", None),
@@ -318,8 +319,7 @@ class Config:
             arrays["pool_weight"][pooled] = np.where(np.arange(self.frames) < t, 1 / t, 0)
             first = place.start // (t * group)
             rows.fill(place.row, place.offset // group, place.item, np.arange(first, first + made))
-        if budget.spread:
-            arrays["spread"] = packing.fold(arrays["segments"], budget, self.window)
+        arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         return Batch(arrays, tokens, rows)
 
 
@@ -367,8 +367,7 @@ class KimiK25(nnx.Module):
         x, captured = run_blocks(
             self.layers,
             x,
-            segments=segments,
-            spread=inputs.get("spread"),
+            schedule=Schedule.of(inputs, window=c.window),
             rotary=rotary,
             shard=shard,
             capture=capture,

@@ -25,6 +25,8 @@ from jaxenc.layers.linear import Conv, Linear, conv_flops, conv_length
 from jaxenc.layers.mlp import MLP
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard
+from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
+from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -84,8 +86,7 @@ class Config:
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "mel": ("batch", "stem_length", None, None, None),
         "frames": ("batch", "stem_length", None),
-        "segments": ("batch", "length"),
-        "spread": (None, None),
+        **SCHEDULE_AXES,
         "spread_source": ("batch", None),
     }
 
@@ -300,8 +301,9 @@ class Config:
             arrays["segments"][place.row, place.offset + real] = segment
             slots.item[place.row, place.offset + real] = place.item
             slots.index[place.row, place.offset + real] = tokens[real]
+        arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         if budget.spread:
-            arrays |= {"spread": packing.fold(arrays["segments"], budget, self.window), "spread_source": source}
+            arrays["spread_source"] = source
         for name in ("mel", "frames"):
             by_part = arrays[name].reshape(parts.get("batch", 1), -1, *arrays[name].shape[1:])
             arrays[name] = by_part.swapaxes(1, 2)
@@ -352,9 +354,7 @@ class Qwen3OmniAudio(nnx.Module):
         x, captured = run_blocks(
             self.layers,
             x,
-            segments=segments,
-            spread=inputs.get("spread"),
-            window=c.window,
+            schedule=Schedule.of(inputs, window=c.window),
             shard=shard,
             capture=capture,
         )

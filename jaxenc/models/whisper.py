@@ -23,6 +23,8 @@ from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Linear, conv_flops
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
+from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
+from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -70,8 +72,7 @@ class Config:
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "mel": ("batch", "stem_length", None, None),
         "position": ("batch", "stem_length"),
-        "segments": ("batch", "length"),
-        "spread": (None, None),
+        **SCHEDULE_AXES,
     }
 
     @property
@@ -223,8 +224,7 @@ class Config:
             arrays["position"][at] = positions
             arrays["segments"][at] = segment
             slots.fill(place.row, place.offset, place.item, positions)
-        if budget.spread:
-            arrays["spread"] = packing.fold(arrays["segments"], budget, self.window)
+        arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         return Batch(arrays, slots, slots)
 
 
@@ -272,9 +272,7 @@ class Whisper(nnx.Module):
         x, captured = run_blocks(
             self.layers,
             x,
-            segments=segments,
-            spread=inputs.get("spread"),
-            window=c.window,
+            schedule=Schedule.of(inputs, window=c.window),
             shard=shard,
             capture=capture,
         )
