@@ -233,10 +233,12 @@ class _Load:
         got: np.ndarray = self._whole(given) + given[spread] / np.maximum(self.each[spread], 1) @ self.dealt
         return got
 
-    def pairs(self, block: int, parts: int) -> np.ndarray:
+    def pairs(self, block: int | None, parts: int) -> np.ndarray:
         """Pairs of tokens that each part has at once where each item's tokens are divided further into `parts`."""
-        whole, spread = (np.minimum(self.tokens / (parts * n), block) * self.tokens for n in (1, len(self.units)))
-        got: np.ndarray = self._whole(whole) + spread[list(self.batching.spread)].sum()
+        if block is not None:
+            return np.full(len(self.units), min(self.fullest, block) ** 2)
+        pairs = self.tokens**2 / parts
+        got: np.ndarray = self._whole(pairs) + pairs[list(self.batching.spread)].sum() / len(self.units)
         return got
 
     def _whole(self, amounts: np.ndarray) -> np.ndarray:

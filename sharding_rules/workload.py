@@ -24,7 +24,8 @@ class GroupWork:
         divided as the weight axis is.
       live: Elements that each item holds at once in one layer, at most; `pairs` come on top.
       pairs: Elements for every pair of tokens of an item, such as attention's scores.
-      block: Tokens whose pairs are held at once.
+      block: Where pairs are made and dropped block by block, the tokens of a block; None where all of an item's are
+        held at once.
     """
 
     name: str
@@ -39,7 +40,7 @@ class GroupWork:
     shared: float = 0
     live: tuple[float, ...] = ()
     pairs: float = 0
-    block: int = 1
+    block: int | None = None
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,8 @@ def test_bytes_of_parameters_are_exact(config, mesh, strategy, layout):
     encoder, program, *work = compiled(config, mesh, strategy, layout)
     inputs = sum(
         math.prod(given.sharding.shard_shape(given.shape)) * given.dtype.itemsize
-        for given in encoder._shapes(encoder.budgets[0]).values()
+        for name, given in encoder._shapes(encoder.budgets[0]).items()
+        if name not in ("starts", "blocks")  # where layers are unrolled, attention is not in blocks
     )
     stored = program.memory_analysis().argument_size_in_bytes - inputs
     assert encoder.plan.predict(*work).param_bytes_per_device == stored

@@ -61,11 +61,12 @@ class TransformerConfig:
     fused_qkv: bool
     key_bias: bool = True
 
-    def work(self, tokens: Sequence[int], *, unit: int = 1) -> tuple[GroupWork, GroupWork]:
+    def work(self, tokens: Sequence[int], *, windows: bool, unit: int = 1) -> tuple[GroupWork, GroupWork]:
         """The work of attention and MLPs over segments of so many tokens (two FLOPs a multiply-add).
 
         Args:
             tokens: of each segment.
+            windows: whether the segments are windows, whose scores are made all at once.
             unit: tokens that stay together where a segment is spread over devices.
         """
         c, width = self, self.heads * self.head_dim
@@ -81,7 +82,7 @@ class TransformerConfig:
             shared=2 * width,
             live=tuple(n * (2.0 * c.embed + 4.0 * width) for n in tokens),
             pairs=2 * c.heads,
-            block=BLOCK,
+            block=None if windows else BLOCK,
         )
         mlp = GroupWork(
             "mlp",

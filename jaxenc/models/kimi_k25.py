@@ -215,7 +215,7 @@ class Config:
             summed=self.out / group,
             live=tuple((2.0 * merged + self.out) * n / group for n in items),
         )
-        return Workload(tuple(items), (*self.transformer.work(items, unit=group), stem, projector))
+        return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""

@@ -226,7 +226,7 @@ class Config:
             summed=self.out,
             live=tuple(n * (3.0 * self.embed + self.out) for n in windows),
         )
-        return Workload(windows, (*self.transformer.work(windows), stem, projector))
+        return Workload(windows, (*self.transformer.work(windows, windows=True), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for: 1 to 64 windows of 8 seconds."""

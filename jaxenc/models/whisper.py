@@ -171,7 +171,7 @@ class Config:
             returned=d,
             live=tuple(n * (9.0 * self.mel + 6.0 * d) for n in clips),
         )
-        return Workload(clips, (*self.transformer.work(clips), stem))
+        return Workload(clips, (*self.transformer.work(clips, windows=True), stem))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to compile for: 1 to 8 recordings."""
