@@ -1,0 +1,207 @@
+"""Attention by blocks: the sums of its definition, whatever shares the blocks, in memory that grows with the tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxenc.layers import blocks
+from jaxenc.layers.blocks import BLOCK, block_attention, block_pairs
+from jaxenc.layers.schedule import schedule
+from jaxenc.packing import Budget
+
+HEADS, WIDTH = 3, 8
+
+
+def segments_of(sizes, padding=0):
+    return np.concatenate([np.full(size, i + 1) for i, size in enumerate(sizes)] + [np.zeros(padding)]).astype(np.int32)
+
+
+def drawn(n, s, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((tokens, HEADS, WIDTH)).astype(dtype) for tokens in (n, s, s)]
+
+
+def attend(q, k, v, own, others):
+    starts, pairs = map(jnp.asarray, block_pairs(own[None], others[None]))
+    return block_attention(q, k, v, jnp.asarray(own), jnp.asarray(others), starts[0], pairs[0])
+
+
+def definition(q, k, v, own, others):
+    """Query by query, in float64."""
+    out = np.zeros(q.shape)
+    for i in np.flatnonzero(own):
+        seen = others == own[i]
+        if seen.any():
+            scores = np.einsum("hd,shd->hs", q[i].astype(float), k[seen].astype(float)) / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[i] = np.einsum("hs,shd->hd", weights / weights.sum(axis=1, keepdims=True), v[seen].astype(float))
+    return out
+
+
+# --- the numbers
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    padding=st.integers(0, 40),
+    order=st.randoms(use_true_random=False),
+)
+def test_each_query_meets_the_keys_of_its_segment_and_no_others(sizes, padding, order):
+    own = segments_of(sizes, padding)
+    # keys lie elsewhere than queries: those of what is spread come after those of the row
+    numbers = [*range(1, len(sizes) + 1)]
+    order.shuffle(numbers)
+    others = np.concatenate([np.full(sizes[i - 1], i, np.int32) for i in numbers])
+    q, k, v = drawn(len(own), len(others))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 16)
+        out = attend(q, k, v, own, others)
+    real = own > 0
+    np.testing.assert_allclose(out[real], definition(q, k, v, own, others)[real], atol=2e-6)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("sizes", [[1], [BLOCK], [BLOCK + 1], [700, 1, 300], [5] * 200], ids=str)
+def test_odd_sizes_at_the_true_block_size(sizes):
+    own = segments_of(sizes, padding=3)
+    q, k, v = drawn(len(own), len(own))
+    real = own > 0
+    np.testing.assert_allclose(attend(q, k, v, own, own)[real], definition(q, k, v, own, own)[real], atol=2e-6)
+
+
+def test_a_query_that_meets_no_key_gets_zero():
+    own, others = np.array([1, 2, 0], np.int32), np.array([1, 1], np.int32)
+    out = np.asarray(attend(*drawn(3, 2), own, others))
+    assert np.abs(out[0]).max() > 0
+    assert (out[1:] == 0).all()
+
+
+def test_gradients_are_those_of_the_definition():
+    own = segments_of([50, 7, 33], padding=6)
+    q, k, v = drawn(len(own), len(own))
+    weight = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32) * (own > 0)[:, None, None]
+
+    def dense(q, k, v):
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * WIDTH**-0.5
+        scores = jnp.where((own[:, None] == own) & (own > 0), scores, -1e9)
+        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *qkv: jnp.sum(function(*qkv) * weight), argnums=(0, 1, 2)))(q, k, v)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 16)
+        found = gradients(lambda *qkv: attend(*qkv, own, own))
+    for one, expected in zip(found, gradients(dense), strict=True):
+        np.testing.assert_allclose(one, expected, atol=1e-5)
+
+
+def test_bfloat16_sums_in_float32():
+    own = segments_of([600])
+    q, k, v = drawn(600, 600)
+    v = np.abs(v)  # so that sums are large beside their terms
+    narrow = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    expected = definition(*(np.asarray(x, np.float32) for x in narrow), own, own)
+    out = attend(*narrow, own, own)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-7)
+
+
+def test_another_items_values_change_no_bit():
+    own = segments_of([40, 60, 28], padding=12)
+    q, k, v = drawn(len(own), len(own))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 16)
+        run = jax.jit(lambda *qkv: attend(*qkv, own, own))
+        before = np.asarray(run(q, k, v))
+        for x in (q, k, v):
+            x[own != 2] *= 1000
+        after = np.asarray(run(q, k, v))
+    assert (before[own == 2] == after[own == 2]).all()
+    assert not np.allclose(before[own == 1], after[own == 1])
+
+
+# --- the schedule
+
+
+def test_blocks_of_other_items_are_not_computed():
+    whole = segments_of([16 * BLOCK])
+    cut = segments_of([BLOCK] * 16)
+    assert block_pairs(whole[None], whole[None])[0][0, -1] == 256
+    # one item of 16 blocks needs 16 times the pairs of 16 items of one
+    assert block_pairs(cut[None], cut[None])[0][0, -1] == 16
+
+
+def test_the_schedule_written_out(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 4)
+    own = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0]], np.int32)
+    starts, pairs = block_pairs(own, own)
+    # the first block holds item 1; the second items 1 and 2; the last padding, which meets nothing
+    assert starts.tolist() == [[0, 2, 4, 4]]
+    assert pairs[0, :4].tolist() == [0, 1, 0, 1]
+    assert pairs.shape == (1, 9)
+
+
+def test_each_part_has_its_own_pairs_and_one_shape():
+    giant, small = segments_of([8 * BLOCK]), segments_of([BLOCK] * 8)
+    starts, pairs = block_pairs(np.stack([giant, small]), np.stack([giant, small]))
+    assert starts[:, -1].tolist() == [64, 8]
+    assert pairs.shape == (2, 64)
+    empty = block_pairs(np.zeros((2, 8 * BLOCK), np.int32), np.zeros((2, 8 * BLOCK), np.int32))
+    assert [array.shape for array in empty] == [starts.shape, pairs.shape]
+    assert empty[0].max() == 0
+
+
+def test_a_spread_item_is_among_the_keys_of_every_part():
+    # item 1 is spread over both rows; items 2 and 3 lie in one each
+    segments = np.array([[2] * BLOCK + [1] * BLOCK, [3] * BLOCK + [1] * BLOCK], np.int32)
+    arrays = schedule(segments, Budget(BLOCK, 2, BLOCK), window=None, parts=2)
+    assert arrays["spread"].tolist() == [[1] * (2 * BLOCK)]
+    # key blocks: 0 the row's own, 1 and 2 what is spread
+    assert arrays["starts"].tolist() == [[0, 1, 3]] * 2
+    assert arrays["blocks"][:, :3].tolist() == [[0, 1, 2]] * 2
+
+
+def test_windows_need_no_blocks():
+    segments = np.array([[1] * 8 + [2] * 8], np.int32)
+    assert schedule(segments, Budget(16, 1), window=8, parts=1).keys() == {"segments"}
+
+
+# --- memory
+
+
+def held_bytes(tokens, *, gradient):
+    """What the program holds beside its arguments and results."""
+    run = lambda q, k, v, *arrays: block_attention(q, k, v, *arrays)  # noqa: E731
+    if gradient:
+        run = jax.grad(lambda q, *rest: block_attention(q, *rest).sum(), argnums=(0, 1, 2))
+    number = -(-tokens // BLOCK)
+    floats = [jax.ShapeDtypeStruct((tokens, 16, 72), jnp.float32)] * 3
+    ints = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (tokens, tokens, number + 1, number**2)]
+    return jax.jit(run).lower(*floats, *ints).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_memory_grows_with_the_tokens_and_not_with_their_pairs(gradient):
+    small, large = (held_bytes(tokens, gradient=gradient) for tokens in (4096, 16384))
+    assert large < 4.2 * small
+    # all scores of 16,384 tokens and 16 heads are 17 GB
+    assert large < 1.5e9
+
+
+def test_products_have_the_precision_that_was_set_where_the_gradient_was_not_traced_yet():
+    own = jnp.asarray(segments_of([8]))
+    starts, pairs = map(jnp.asarray, block_pairs(np.asarray(own)[None], np.asarray(own)[None]))
+
+    def loss(q, k, v):
+        with jax.default_matmul_precision("highest"):
+            return block_attention(q, k, v, own, own, starts[0], pairs[0]).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(*drawn(8, 8)))
+    products = text.count("dot_general[")
+    assert products >= 6
+    assert text.count("Precision.HIGHEST, Precision.HIGHEST") == products
