@@ -321,53 +321,6 @@ def test_pack_apply_unpack_inside_the_callers_own_jit_is_encode_items(which, req
         assert_close(rows, 2 * one)
 
 
-def valid(batch):
-    return (batch.rows.item >= 0)[..., None]
-
-
-def poisoned(batch, name):
-    """NaN wherever no item is."""
-    array = np.array(batch.inputs[name])
-    if "frames" in batch.inputs:  # mel [parts, chunks, rows, mel, frames]
-        real = batch.inputs["frames"][..., None, None]
-        array[np.broadcast_to(np.arange(array.shape[-1]) >= real, array.shape)] = np.nan
-    else:  # one entry a token
-        array[batch.tokens.item < 0] = np.nan
-    assert np.isnan(array).any()
-    return replace(batch, inputs={**batch.inputs, name: array})
-
-
-@pytest.mark.parametrize(("which", "name"), [("kimi", "patches"), ("qwen_8", "mel"), ("listener", "mel")])
-def test_nan_in_the_padding_changes_no_value_and_no_gradient(which, name, request, pictures, clips):
-    encoder = request.getfixturevalue(which)
-    rng = np.random.default_rng(5)
-    if which == "listener":  # three recordings: the row of four has an empty place
-        items = [jaxenc.AudioItem(rng.standard_normal((80, 200)).astype(np.float32)) for _ in range(3)]
-    else:
-        items = pictures if which == "kimi" else clips
-    batch = encoder.pack(items)
-
-    @jax.jit
-    def value_and_gradient(params, batch):
-        def loss(params):
-            rows = encoder.apply(params, batch)
-            return jnp.sum(jnp.where(valid(batch), rows, 0) ** 2), rows
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    (value, rows), gradient = value_and_gradient(encoder.params, batch)
-    (other, same), finite = value_and_gradient(encoder.params, poisoned(batch, name))
-    assert math.isfinite(value)
-    assert value == other
-    assert_same(encoder.unpack(same, batch), encoder.unpack(rows, batch))
-    for path, g in flatten(gradient).items():
-        assert np.isfinite(g).all(), path
-        # a bias of the keys moves all scores of a query alike: its gradient is rounding only
-        assert np.abs(g).max() > 0 or path.endswith("key/bias"), path
-    for path, g in flatten(finite).items():
-        np.testing.assert_array_equal(g, flatten(gradient)[path], err_msg=path)
-
-
 # --- capture
 
 
