@@ -12,6 +12,7 @@ NEVER_DIVIDED = (
     "layers",
     "embed",
     "qkv",
+    "gate_up",
     "head_dim",
     "patch",
     "position",

@@ -206,8 +206,8 @@ def collectives(layout: Layout, *, workload: Workload, batching: Batching, dtype
         if by_tokens and parts > 1 and group.returned:
             size = load.fullest * group.returned * itemsize
             found.append(Collective(group.name, "all-gather", group.layers, group.layers, size, parts))
-        if not by_tokens and parts > 1 and group.summed:
-            size = load.fullest * group.summed * _FLOAT32_BYTES
+        for elements in group.summed if not by_tokens and parts > 1 else ():
+            size = load.fullest * elements * _FLOAT32_BYTES
             found.append(Collective(group.name, "all-reduce", group.layers, group.layers, size, parts))
         if spread and batch_parts > 1 and group.shared:
             size = spread * group.shared * layout.weight_share(group) * itemsize

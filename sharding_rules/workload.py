@@ -18,7 +18,8 @@ class GroupWork:
       unit: Tokens that stay together when tokens are divided: a patch, a merge group, a convolution chunk.
       layers: How many times the block is repeated; above 1 its collectives count as collectives per layer.
       paddable: Whether zeros appended along the weight axis change nothing but the work.
-      summed: Elements of a token's vector that is summed over devices (in float32) where the weights are divided.
+      summed: Elements of each of a token's vectors that are summed over devices (in float32) where the weights are
+        divided: an output projection's, a norm's over all heads.
       returned: Elements of a token's vector that goes back to all devices where the tokens are divided instead.
       shared: Elements of a token that all devices need where an item is spread over them: keys and values. They are
         divided as the weight axis is.
@@ -35,7 +36,7 @@ class GroupWork:
     unit: int = 1
     layers: int = 1
     paddable: bool = False
-    summed: float = 0
+    summed: tuple[float, ...] = ()
     returned: float = 0
     shared: float = 0
     live: tuple[float, ...] = ()

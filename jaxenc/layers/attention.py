@@ -1,5 +1,7 @@
 """Attention among the tokens of one segment."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,9 +10,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxenc.layers.blocks import block_attention
 from jaxenc.layers.linear import Linear
+from jaxenc.layers.norms import RMSNorm
 from jaxenc.layers.parameters import Shard
-from jaxenc.layers.rotary import rotate_pairs
-from jaxenc.layers.schedule import AXES, Schedule
+from jaxenc.layers.rotary import Pairs, rotate
+from jaxenc.layers.schedule import AXES, Schedule, Switch
 
 
 def segment_attention(
@@ -54,7 +57,11 @@ class Attention(nnx.Module):
         head_dim: int,
         *,
         fused: bool,
+        bias: bool = True,
         key_bias: bool = True,
+        out_bias: bool = True,
+        head_norm_eps: float | None = None,
+        pairs: Pairs = "adjacent",
         dtype: DTypeLike,
     ):
         """Declares the projections.
@@ -64,24 +71,32 @@ class Attention(nnx.Module):
             heads: number of heads.
             head_dim: width of one.
             fused: one `qkv` kernel `[3, heads, head_dim, embed]`, or `query`, `key` and `value`: as the file has it.
-            key_bias: whether keys have a bias (Whisper's have none).
+            bias: whether queries, keys and values have one.
+            key_bias: whether keys do, where the others do and they are not fused (Whisper's have none).
+            out_bias: whether the projection out has one.
+            head_norm_eps: of a norm of queries and one of keys over all heads together (InternViT-6B); None for none.
+            pairs: which members of a head rotate together.
             dtype: of parameters and products.
         """
         per_head, tokens = {"heads": heads, "head_dim": head_dim}, {"embed": embed}
         if fused:
-            self.qkv = Linear({"qkv": 3, **per_head}, tokens, dtype=dtype)
+            self.qkv = Linear({"qkv": 3, **per_head}, tokens, bias=bias, dtype=dtype)
         else:
-            self.query = Linear(per_head, tokens, dtype=dtype)
-            self.key = Linear(per_head, tokens, bias=key_bias, dtype=dtype)
-            self.value = Linear(per_head, tokens, dtype=dtype)
+            self.query = Linear(per_head, tokens, bias=bias, dtype=dtype)
+            self.key = Linear(per_head, tokens, bias=bias and key_bias, dtype=dtype)
+            self.value = Linear(per_head, tokens, bias=bias, dtype=dtype)
+        self.normed = head_norm_eps is not None
+        if head_norm_eps is not None:
+            self.query_norm, self.key_norm = (RMSNorm(per_head, eps=head_norm_eps, dtype=dtype) for _ in range(2))
         self.fused = fused
-        self.out = Linear(tokens, per_head, dtype=dtype)
+        self.pairs: Pairs = pairs
+        self.out = Linear(tokens, per_head, bias=out_bias, dtype=dtype)
 
     def __call__(
         self,
         x: Float[Array, "b n embed"],
         *,
-        schedule: Schedule,
+        schedule: Schedule | Switch,
         rotary: tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]] | None,
         shard: Shard,
     ) -> Float[Array, "b n embed"]:
@@ -89,7 +104,7 @@ class Attention(nnx.Module):
 
         Args:
             x: tokens.
-            schedule: which tokens attend to which.
+            schedule: which tokens attend to which, or two of them and which one holds here.
             rotary: cosines and sines of the pairs' angles, or none.
             shard: constrains activations by name.
 
@@ -104,13 +119,23 @@ class Attention(nnx.Module):
                 shard(project(x), "batch", "length", "heads", "head_dim")
                 for project in (self.query, self.key, self.value)
             )
+        if self.normed:
+            query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
-            query, key = rotate_pairs(query, *rotary), rotate_pairs(key, *rotary)
-        y = (_attend_in_windows if schedule.starts is None else _attend_in_blocks)(query, key, value, schedule, shard)
+            query, key = (rotate(part, *rotary, pairs=self.pairs) for part in (query, key))
+        if isinstance(schedule, Switch):
+            branches = [partial(_attend, schedule=one, shard=shard) for one in (schedule.second, schedule.first)]
+            y = jax.lax.cond(schedule.use_second, *branches, query, key, value)
+        else:
+            y = _attend(query, key, value, schedule=schedule, shard=shard)
         return self.out(shard(y, "batch", "length", "heads", "head_dim"))
 
 
 Heads = Float[Array, "b n heads head_dim"]
+
+
+def _attend(query: Heads, key: Heads, value: Heads, *, schedule: Schedule, shard: Shard) -> Heads:
+    return (_attend_in_windows if schedule.starts is None else _attend_in_blocks)(query, key, value, schedule, shard)
 
 
 def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:

@@ -1,44 +1,60 @@
 """Rotary position embedding (Su et al., 2021) over the rows and columns of a grid."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+Pairs = Literal["adjacent", "halves"]
+Order = Literal["alternating", "rows first"]
+
 
 def axial_rotary(
-    yx: Int[Array, "b n 2"], *, head_dim: int, theta: float, positions: int
+    yx: Int[Array, "b n 2"], *, head_dim: int, theta: float, positions: int, order: Order = "alternating"
 ) -> tuple[Float[Array, "b n pairs"], Float[Array, "b n pairs"]]:
     """Cosine and sine of the angle by which each pair of a token's head turns.
 
-    Pair 2i turns with the column and pair 2i+1 with the row: width first, which is what MoonViT's code does although
-    its docstring says the opposite. Frequencies are theta^(-4i / head_dim).
+    Frequencies are theta^(-4i / head_dim), each for a pair that turns with the row and one that turns with the column.
+    "alternating": pair 2i turns with the column and pair 2i+1 with the row: width first, which is what MoonViT's code
+    does although its docstring says the opposite. "rows first": pair i turns with the row, and pair i + head_dim / 4
+    with the column, as in the Qwen-VL and GLM towers.
 
     Args:
         yx: row and column of each token in its grid.
         head_dim: a multiple of 4; there are head_dim / 2 pairs.
         theta: base of the frequencies.
         positions: rows and columns are below this.
+        order: of the pairs.
 
     Returns:
         Cosines and sines, float32. They are read from a table made in float64: an angle of 512 is good to 3e-5 only in
         float32.
     """
     angles = np.arange(positions)[:, None] * theta ** (-np.arange(0, head_dim, 4) / head_dim)
-    cos, sin = (
-        jnp.stack([table[yx[..., 1]], table[yx[..., 0]]], axis=-1).reshape(*yx.shape[:-1], head_dim // 2)
-        for table in (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
-    )
-    return cos, sin
+
+    def read(table: Array) -> Array:
+        if order == "rows first":
+            return jnp.concatenate([table[yx[..., 0]], table[yx[..., 1]]], axis=-1)
+        return jnp.stack([table[yx[..., 1]], table[yx[..., 0]]], axis=-1).reshape(*yx.shape[:-1], head_dim // 2)
+
+    return read(jnp.asarray(np.cos(angles), jnp.float32)), read(jnp.asarray(np.sin(angles), jnp.float32))
 
 
-def rotate_pairs(
-    x: Float[Array, "b n heads head_dim"], cos: Float[Array, "b n pairs"], sin: Float[Array, "b n pairs"]
+def rotate(
+    x: Float[Array, "b n heads head_dim"],
+    cos: Float[Array, "b n pairs"],
+    sin: Float[Array, "b n pairs"],
+    *,
+    pairs: Pairs,
 ) -> Float[Array, "b n heads head_dim"]:
-    """Rotates the pairs (x[2j], x[2j+1]) by angle j, in float32.
+    """Rotates pair j by angle j, in float32.
 
-    The result is laid out as all first members, then all second ones. Queries and keys are rotated alike, so their
-    products do not notice, and nothing has to be interleaved again.
+    "adjacent" pairs are (x[2j], x[2j+1]), as in MoonViT; "halves" are (x[j], x[j + head_dim / 2]), what transformers
+    calls rotate_half. The result is laid out as all first members, then all second ones. Queries and keys are rotated
+    alike, so their products do not notice, and nothing has to be interleaved again.
     """
-    first, second = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    first, second = (x[..., 0::2], x[..., 1::2]) if pairs == "adjacent" else jnp.split(x, 2, axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxenc.layers.blocks import block_pairs
 from jaxenc.packing import Budget
@@ -42,6 +42,21 @@ class Schedule:
     def of(cls, inputs: Mapping[str, Array], *, window: int | None) -> "Schedule":
         """What `schedule` put into a batch."""
         return cls(**{name: inputs[name] for name in AXES if name in inputs}, window=window)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Two schedules of the same tokens, for stacks whose layers attend in two ways: windows in most, whole in some.
+
+    Attributes:
+        first: of layers where `use_second` is false.
+        second: of the others.
+        use_second: which one holds, in the layer that is being computed.
+    """
+
+    first: Schedule
+    second: Schedule
+    use_second: Bool[Array, ""]
 
 
 def schedule(

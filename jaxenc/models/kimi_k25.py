@@ -212,7 +212,7 @@ class Config:
             "projector_length",
             tuple(2.0 * merged * (merged + self.out) * n / group for n in items),
             unit=group,
-            summed=self.out / group,
+            summed=(self.out / group,),
             live=tuple((2.0 * merged + self.out) * n / group for n in items),
         )
         return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))

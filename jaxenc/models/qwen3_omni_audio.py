@@ -223,7 +223,7 @@ class Config:
             "projector_mlp",
             "projector_length",
             tuple(2.0 * n * self.embed * (self.embed + self.out) for n in windows),
-            summed=self.out,
+            summed=(self.out,),
             live=tuple(n * (3.0 * self.embed + self.out) for n in windows),
         )
         return Workload(windows, (*self.transformer.work(windows, windows=True), stem, projector))

@@ -60,10 +60,10 @@ class Tower:
         """Work of the groups in `groups`."""
         groups = {
             "attention": GroupWork(
-                "attention", "heads", "length", tuple(4.0 * n for n in self.units), layers=2, paddable=True, summed=8
+                "attention", "heads", "length", tuple(4.0 * n for n in self.units), layers=2, paddable=True, summed=(8,)
             ),
             "mlp": GroupWork(
-                "mlp", "mlp", "length", tuple(8.0 * n for n in self.units), layers=2, paddable=True, summed=8
+                "mlp", "mlp", "length", tuple(8.0 * n for n in self.units), layers=2, paddable=True, summed=(8,)
             ),
             "stem": GroupWork("stem", None, "stem_length", tuple(1.0 * n for n in self.units)),
             "projector": GroupWork(

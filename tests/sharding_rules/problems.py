@@ -86,7 +86,7 @@ def workloads(draw: st.DrawFn, *, weights: list[str], lengths: list[str]) -> Wor
                 unit=draw(st.sampled_from([1, 1, 4, 13])),
                 layers=draw(st.sampled_from([1, 3])),
                 paddable=draw(st.booleans()),
-                summed=draw(st.sampled_from([0, 8])),
+                summed=draw(st.sampled_from([(), (8,), (8, 1)])),
                 returned=draw(st.sampled_from([0, 8])),
                 shared=draw(st.sampled_from([0, 16])),
                 live=draw(st.sampled_from([(), flops])),
