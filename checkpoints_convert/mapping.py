@@ -95,6 +95,7 @@ class Mapping:
         entries: One for each parameter.
         prefixes: What the tower owns: a tensor under these that no entry names is an error, everything else is ignored.
         layers: How many layers "{layer}" stands for.
+        unused: Starts of names of tensors under `prefixes` that are not wanted: blocks that no output needs.
         aliases: (prefix used in `entries` and `prefixes`, other spellings of it); `located` picks a checkpoint's.
     """
 
@@ -104,6 +105,7 @@ class Mapping:
     entries: tuple[Entry, ...]
     prefixes: tuple[str, ...]
     layers: int = 0
+    unused: tuple[str, ...] = ()
     aliases: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
@@ -189,7 +191,7 @@ class Mapping:
         problems = [] if targets is None else self._target_problems(targets)
         problems += source.open(name for name in list(source.names) if name in known or name.startswith(self.prefixes))
         # Only now: an opened file may hold tensors that the index is silent about.
-        present = set(source.names)
+        present = {name for name in source.names if not name.startswith(self.unused)}
         owned = {name for name in present if name.startswith(self.prefixes)}
 
         layer_problems, excused = self._layer_problems(present)
@@ -276,7 +278,8 @@ class Mapping:
             replace(e, source=rename(e.source) if isinstance(e.source, str) else tuple(map(rename, e.source)))
             for e in self.entries
         )
-        return replace(self, entries=entries, prefixes=tuple(map(rename, self.prefixes)))
+        prefixes, unused = tuple(map(rename, self.prefixes)), tuple(map(rename, self.unused))
+        return replace(self, entries=entries, prefixes=prefixes, unused=unused)
 
     def _target_problems(self, targets: MappingABC[str, tuple[int, ...]]) -> list[str]:
         shapes = self.shapes

@@ -407,7 +407,7 @@ def test_a_truncated_shard_names_the_file(folder):
 def test_an_unknown_model_type_is_named_beside_the_known(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llava_next"}))
-    with pytest.raises(ConfigError, match=r"checkpoint: model_type is 'llava_next'; known are kimi_k25, "):
+    with pytest.raises(ConfigError, match=r"checkpoint: model_type is 'llava_next'; known are .*kimi_k25, "):
         jaxenc.load(folder)
 
 

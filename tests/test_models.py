@@ -240,7 +240,7 @@ def test_a_config_of_another_function_is_refused(family, config, says):
 
 
 def test_an_unknown_model_type_is_named_beside_the_known_ones():
-    with pytest.raises(ConfigError, match=r"config\.json: model_type is 'bert'; known are kimi_k25, .*whisper"):
+    with pytest.raises(ConfigError, match=r"config\.json: model_type is 'bert'; known are clip, .*kimi_k25, .*whisper"):
         published_configs({"model_type": "bert"}, name="config.json")
     with pytest.raises(ConfigError, match=r"model_type is None"):
         published_configs({}, name="config.json")
@@ -261,10 +261,15 @@ def test_encoders_lists_every_family_with_its_heads():
     assert heads["kimi_k25"] == {"k2.5": 16}
     assert heads["qwen3_omni_audio"] == {"30b-a3b": 20}
     assert heads["whisper"]["tiny.en"] == 6
+    assert heads["clip"] == {"large-336": 16, "large": 16, "base": 12}
+    assert heads["dinov2"] == {"small": 6, "base": 12, "large": 16, "giant": 24}
     assert {e.name: e.modality for e in jaxenc.encoders()} == {
         "kimi_k25": "vision",
         "qwen3_omni_audio": "audio",
         "whisper": "audio",
+        "clip": "vision",
+        "siglip": "vision",
+        "dinov2": "vision",
     }
     assert all(e.published for e in jaxenc.encoders())
 

@@ -13,7 +13,7 @@ from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.errors import ConfigError
 from jaxenc.items import Item
 from jaxenc.layers.transformer import TransformerConfig
-from jaxenc.models import kimi_k25, qwen3_omni_audio, whisper
+from jaxenc.models import clip, dinov2, kimi_k25, qwen3_omni_audio, siglip, whisper
 from jaxenc.packing import Batch, Budget, Placed
 from sharding_rules import Workload
 
@@ -26,7 +26,8 @@ class EncoderConfig(Protocol):
         modality: "vision" or "audio".
         kinds: arguments of `Encoder.encode` that it takes.
         published: models that use it.
-        model_types: of the config.json files that describe it.
+        model_types: of the config.json files that describe it; "model (tower)" where the type of its `vision_config`
+            decides.
         input_axes: logical axes of each array that `layout` makes and the module reads.
     """
 
@@ -90,7 +91,7 @@ class EncoderConfig(Protocol):
         """The arrays of one batch; of an empty one, their shapes. `parts` are those of the batch and of token axes."""
 
 
-FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper)}
+FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper, clip, siglip, dinov2)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,9 @@ def published_configs(config: Mapping[str, Any], *, name: str) -> list[EncoderCo
         ConfigError: none is known; names the model type.
     """
     model_type = config.get("model_type")
-    found = [m.Config.from_hf(config) for m in FAMILIES.values() if model_type in m.Config.model_types]
+    tower_type = f"{model_type} ({(config.get('vision_config') or {}).get('model_type')})"
+    types = {model_type, tower_type}
+    found = [m.Config.from_hf(config) for m in FAMILIES.values() if types & set(m.Config.model_types)]
     if not found:
         known = ", ".join(sorted({t for m in FAMILIES.values() for t in m.Config.model_types}))
         raise ConfigError(f"{name}: model_type is {model_type!r}; known are {known}")

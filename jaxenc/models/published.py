@@ -4,8 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxenc.errors import ConfigError
+from jaxenc.layers.mlp import Activation
 
 Keys = tuple[str, ...]
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu_erf",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "silu": "silu",
+}
 LISTS = ("merge_kernel_size",)  # sizes that may be published as one a dimension
 
 
@@ -59,3 +67,15 @@ def require(family: str, config: Mapping[str, Any], known: Mapping[str, Any]) ->
     ]
     if wrong:
         raise ConfigError(f"{family}: config.json: {'; '.join(wrong)}")
+
+
+def activation_of(family: str, config: Mapping[str, Any], key: str) -> Activation:
+    """The activation that a config.json names.
+
+    Raises:
+        ConfigError: it is not known here.
+    """
+    if config[key] not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ConfigError(f"{family}: config.json: {key} is {config[key]!r}; known are {known}")
+    return ACTIVATIONS[config[key]]

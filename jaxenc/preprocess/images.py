@@ -162,6 +162,27 @@ def resize_bicubic(
     return np.asarray(pil.fromarray(image).resize((width, height), pil.Resampling.BICUBIC))
 
 
+def fit_square(
+    image: UInt8[np.ndarray, "height width 3"], side: int, *, shorter: int | None
+) -> UInt8[np.ndarray, "side side 3"]:
+    """A square of an image, as the image processors of CLIP, DINOv2 (`shorter`) and SigLIP (None) make it.
+
+    Args:
+        image: uint8 RGB.
+        side: of the square, in pixels.
+        shorter: what the shorter side is resized to, in pixels, before the middle is cut out: at least `side`. None
+            resizes both sides to `side`, whatever shape the image has.
+    """
+    if shorter is None:
+        return resize_bicubic(image, side, side)
+    height, width = image.shape[:2]
+    # the longer side is cut down to whole pixels, as the published processors do
+    fitted = (shorter, int(shorter * width / height)) if height <= width else (int(shorter * height / width), shorter)
+    image = resize_bicubic(image, *fitted)
+    top, left = ((size - side) // 2 for size in fitted)
+    return image[top : top + side, left : left + side]
+
+
 def pad_right_bottom(
     image: UInt8[np.ndarray, "height width 3"], height: int, width: int
 ) -> UInt8[np.ndarray, "new_height new_width 3"]:
@@ -221,3 +242,25 @@ def navit_item(
     fitted = np.stack([pad_right_bottom(resize_bicubic(frame, *size.resized), *size.padded) for frame in frames])
     patches = patchify(normalise(fitted, mean=mean, std=std), patch=patch)
     return VisionItem(patches, (len(frames), *size.grid), timestamp=timestamp, name=name)
+
+
+def picture_item(
+    pixels: UInt8[np.ndarray, "height width 3"],
+    *,
+    patch: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    name: str = "",
+) -> VisionItem:
+    """The item of one picture as it is: normalised and cut into patches, what is beyond the last whole patch left away.
+
+    Args:
+        pixels: uint8 RGB, at least a patch each way.
+        patch: a patch's side in pixels.
+        mean: per channel, of values in [0, 1].
+        std: per channel.
+        name: the item's.
+    """
+    h, w = pixels.shape[0] // patch, pixels.shape[1] // patch
+    whole = normalise(pixels[None, : h * patch, : w * patch], mean=mean, std=std)
+    return VisionItem(patchify(whole, patch=patch), (1, h, w), name=name)

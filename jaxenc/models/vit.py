@@ -1,0 +1,411 @@
+"""The plain vision transformer that CLIP, SigLIP and DINOv2 are: what their families share.
+
+Patches in raster order, a class token before them or none, learned positions, pre-norm blocks. A family says which of
+these it has, reads its published configs and pictures, and names its keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxenc import packing
+from jaxenc.errors import ConfigError, InputError
+from jaxenc.items import VisionItem
+from jaxenc.layers.linear import Linear
+from jaxenc.layers.mlp import MLP, Activation
+from jaxenc.layers.norms import LayerNorm
+from jaxenc.layers.parameters import Shard, named_parameter
+from jaxenc.layers.resample import bicubic_taps, weighted_gather
+from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
+from jaxenc.layers.schedule import Schedule, schedule
+from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.published import Keys, activation_of, read_sizes, require
+from jaxenc.packing import Batch, Budget, Placed, Slots
+from sharding_rules import GroupWork, Workload
+
+KEYS: Mapping[str, Keys] = {
+    "layers": ("num_hidden_layers",),
+    "embed": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "mlp": ("intermediate_size",),
+    "patch": ("patch_size",),
+    "image": ("image_size",),
+}
+LLAMA_WIDTH = 4096  # what a text_config means that leaves its hidden_size out, as LLaVA-1.5-7B's does
+
+
+@dataclass(frozen=True)
+class Vit:
+    """Sizes and kinds of one tower, and its host side.
+
+    Attributes:
+        layers: transformer blocks that are computed.
+        embed: width of a token.
+        heads: attention heads.
+        mlp: width of the blocks' MLP.
+        patch: side of a patch, pixels.
+        image: side of the pictures that the position table is for, pixels.
+        eps: of the norms.
+        activation: of the blocks.
+        gated: whether the blocks' MLP is a gated one.
+        layer_scale: whether what a block adds is scaled.
+        qkv_bias: whether queries, keys and values have a bias.
+        final_norm: whether rows are normalised.
+        first_row: tokens before the first that comes out: LLaVA leaves the class token away.
+        skipped: further blocks that the checkpoint holds, which no row depends on.
+        hidden: inner width of the projector; None where it has one layer.
+        out: width of its rows, the language model's; None where there is no projector.
+        projector_activation: between its layers.
+        projector_bias: whether its layers have a bias.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    mlp: int
+    patch: int
+    image: int
+    eps: float
+    activation: Activation
+    gated: bool = False
+    layer_scale: bool = False
+    qkv_bias: bool = True
+    final_norm: bool = False
+    first_row: int = 0
+    skipped: int = 0
+    hidden: int | None = None
+    out: int | None = None
+    projector_activation: Activation = "gelu_erf"
+    projector_bias: bool = True
+
+    family: ClassVar[str]
+    prefix: ClassVar[int]  # class tokens before the patches: 1 or none
+    patch_bias: ClassVar[bool]
+    pre_norm: ClassVar[bool]  # before the blocks
+    resampled: ClassVar[bool]  # whether pictures have any size, and the position table is resized to theirs
+
+    modality: ClassVar[str] = "vision"
+    kinds: ClassVar[tuple[str, ...]] = ("images",)
+    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "patches": ("batch", "stem_length", "patch"),
+        "position": ("batch", "stem_length"),
+        "tap_index": ("batch", "stem_length", None),
+        "tap_weight": ("batch", "stem_length", None),
+        **SCHEDULE_AXES,
+    }
+
+    @property
+    def side(self) -> int:
+        """Patches a side of the position table."""
+        return self.image // self.patch
+
+    @property
+    def positions(self) -> int:
+        """Rows of the position table: tokens of a picture of its own size."""
+        return self.prefix + self.side**2
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that attend to each other, where that is always the same number: a picture's."""
+        return None if self.resampled else self.positions
+
+    @property
+    def unit(self) -> int:
+        """Tokens that a row's length is a multiple of."""
+        return self.window or 1
+
+    @property
+    def typical_tokens(self) -> int:
+        """Tokens of a picture; of 224 x 224 pixels where it can have any size."""
+        return self.window or self.prefix + (224 // self.patch) ** 2
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.embed // self.heads
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The stack. Checkpoints hold q, k and v apart; they are read into one kernel, for one product."""
+        return TransformerConfig(
+            self.layers,
+            self.embed,
+            self.heads,
+            self.head_dim,
+            self.mlp,
+            self.eps,
+            activation=self.activation,
+            fused_qkv=True,
+            gated=self.gated,
+            layer_scale=self.layer_scale,
+            qkv_bias=self.qkv_bias,
+        )
+
+    def build(self, *, dtype: DTypeLike) -> "VisionTransformer":
+        """The module."""
+        return VisionTransformer(self, dtype=dtype)
+
+    def llava_sizes(self) -> dict[str, Any]:
+        """What the key names of a tower with its projector depend on."""
+        names = ("layers", "skipped", "embed", "heads", "mlp", "patch", "positions", "hidden", "out", "projector_bias")
+        return {name: getattr(self, name) for name in names}
+
+    # --- how much there is
+
+    def pieces(self, item: VisionItem) -> tuple[int, ...]:
+        """A picture attends as a whole."""
+        return (self.prefix + len(item.patches),)
+
+    def item_unit(self, item: VisionItem) -> int:
+        """Tokens that stay together where a picture is spread over devices."""
+        return 1
+
+    def output_rows(self, item: VisionItem) -> int:
+        """Rows that come out: one a token, but for those left away."""
+        return self.prefix + len(item.patches) - self.first_row
+
+    def workload(self, items: Sequence[int]) -> Workload:
+        """What encoding items of so many tokens costs, group by group; pictures of a fixed size count whole."""
+        if self.window is not None:
+            items = (self.window,) * sum(-(-tokens // self.window) for tokens in items)
+        features, d = 3 * self.patch**2, self.embed
+        stem = GroupWork(
+            "stem",
+            None,
+            "stem_length",
+            tuple(2.0 * features * d * n for n in items),
+            returned=d,
+            live=tuple(n * float(features + d) for n in items),
+        )
+        groups = [*self.transformer.work(items, windows=self.window is not None), stem]
+        if self.out is not None:
+            kernels = self.embed * self.out if self.hidden is None else self.hidden * (self.embed + self.out)
+            projector = GroupWork(
+                "projector",
+                None if self.hidden is None else "projector_mlp",
+                "projector_length",
+                tuple(2.0 * kernels * n for n in items),
+                summed=() if self.hidden is None else (self.out,),
+                live=tuple(n * float(d + 2 * (self.hidden or 0) + self.out) for n in items),
+            )
+            groups.append(projector)
+        return Workload(tuple(items), tuple(groups))
+
+    def lengths(self) -> tuple[int, ...]:
+        """Row lengths to compile for: 1 to 16 pictures, or up to 80 of 224 x 224 pixels; 1,400 holds one of 518."""
+        if self.window is not None:
+            return tuple(self.window << i for i in range(5))
+        return (280, 560, 1400, 2800, 5600, 11200, 22400)
+
+    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
+        """Size of every token axis in a row of a budget."""
+        return dict.fromkeys(("length", "stem_length", "projector_length"), budget.row)
+
+    # --- items in, arrays out
+
+    def check(self, item: VisionItem) -> None:
+        """Refuses an item that this tower cannot encode.
+
+        Raises:
+            InputError: names the item and what is wrong with it.
+        """
+        if item.patches.shape[1] != 3 * self.patch**2:
+            raise InputError(f"{item.name}: a patch has {item.patches.shape[1]} values, expected {3 * self.patch**2}")
+        if item.grid[0] != 1:
+            raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads single pictures")
+        if not self.resampled and item.grid != (1, self.side, self.side):
+            raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads (1, {self.side}, {self.side})")
+
+    def layout(
+        self, items: Sequence[VisionItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
+    ) -> Batch:
+        """One batch: each token's patch, its position in the picture, and which tokens are of one picture."""
+        b, n = budget.rows, budget.row
+        tokens, rows = Slots.empty(b, n), Slots.empty(b, n)
+        arrays: dict[str, np.ndarray] = {
+            "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
+            "segments": np.zeros((b, n), np.int32),
+            "position": np.zeros((b, n), np.int32),
+        }
+        if self.resampled:
+            arrays["tap_index"] = np.zeros((b, n, 16), np.int32)
+            arrays["tap_weight"] = np.zeros((b, n, 16), np.float32)
+        for segment, place in packing.segments(placed):
+            item = items[place.item]
+            at = (place.row, slice(place.offset, place.offset + place.size))
+            position = np.arange(place.start, place.start + place.size)
+            patches = item.patches[max(place.start - self.prefix, 0) : place.start + place.size - self.prefix]
+            arrays["patches"][at][place.size - len(patches) :] = patches
+            arrays["segments"][at] = segment
+            arrays["position"][at] = position
+            if self.resampled:
+                index, weight = resampled_positions(item.grid[1], item.grid[2], side=self.side, prefix=self.prefix)
+                arrays["tap_index"][at], arrays["tap_weight"][at] = index[position], weight[position]
+            tokens.fill(place.row, place.offset, place.item, position)
+            kept = position[position >= self.first_row]
+            rows.fill(place.row, place.offset + place.size - len(kept), place.item, kept - self.first_row)
+        arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
+        return Batch(arrays, tokens, rows)
+
+
+class VisionTransformer(nnx.Module):
+    """Patches -> rows."""
+
+    def __init__(self, config: Vit, *, dtype: DTypeLike):
+        """Declares the tower, and its projector where it has one."""
+        c = self.config = config
+        self.patch_embed = Linear({"embed": c.embed}, {"patch": 3 * c.patch**2}, bias=c.patch_bias, dtype=dtype)
+        self.class_embed = named_parameter({"embed": c.embed}, "normal", dtype=dtype) if c.prefix else None
+        self.position_embed = named_parameter({"position": c.positions, "embed": c.embed}, "normal", dtype=dtype)
+        self.pre_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype) if c.pre_norm else None
+        self.layers = stacked_blocks(c.transformer, dtype=dtype)
+        self.final_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype) if c.final_norm else None
+        self.projector = projector(c, dtype=dtype)
+
+    def __call__(
+        self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
+    ) -> tuple[Float[Array, "b n out"], dict[int, Float[Array, "b n embed"]]]:
+        """Encodes one batch.
+
+        Args:
+            inputs: the arrays of `Vit.layout`.
+            shard: constrains activations by name.
+            capture: blocks whose outputs are wanted too.
+
+        Returns:
+            Output rows, one a token, and the captured blocks' outputs.
+        """
+        c, position = self.config, inputs["position"]
+        dtype = self.patch_embed.kernel.dtype
+        # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
+        patches = jnp.where((inputs["segments"] > 0)[..., None], inputs["patches"], 0).astype(dtype)
+        x = self.patch_embed(shard(patches, "batch", "stem_length", "patch"))
+        if self.class_embed is not None:
+            x = jnp.where((position < c.prefix)[..., None], self.class_embed[...], x)
+        table = self.position_embed[...]
+        if "tap_index" in inputs:
+            x = x + weighted_gather(table, inputs["tap_index"], inputs["tap_weight"])
+        else:
+            x = x + table[position]
+        x = shard(x.astype(dtype), "batch", "length", "embed")
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
+        x, captured = run_blocks(
+            self.layers, x, schedule=Schedule.of(inputs, window=c.window), shard=shard, capture=capture
+        )
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.projector is None:
+            return shard(x, "batch", "length", "embed"), captured
+        x = shard(x, "batch", "projector_length", "projector_in")
+        if isinstance(self.projector, MLP):
+            x = self.projector(x, length="projector_length", shard=shard)
+        else:
+            x = self.projector(x)
+        return shard(x, "batch", "projector_length", "projector_out"), captured
+
+
+def projector(config: Vit, *, dtype: DTypeLike) -> MLP | Linear | None:
+    """What makes rows of the language model's width of tokens: two layers, one, or nothing."""
+    c = config
+    if c.out is None:
+        return None
+    if c.hidden is None:
+        return Linear({"projector_out": c.out}, {"projector_in": c.embed}, bias=c.projector_bias, dtype=dtype)
+    return MLP(
+        ("projector_in", c.embed),
+        ("projector_mlp", c.hidden),
+        ("projector_out", c.out),
+        activation=c.projector_activation,
+        bias=c.projector_bias,
+        dtype=dtype,
+    )
+
+
+@lru_cache(maxsize=64)  # every row that has a share of an item asks for it
+def resampled_positions(
+    height: int, width: int, *, side: int, prefix: int
+) -> tuple[Int[np.ndarray, "n 16"], Float[np.ndarray, "n 16"]]:
+    """Where each token of a picture reads the position table, and with what weight.
+
+    Args:
+        height: patches of the picture.
+        width: the same.
+        side: patches a side of the table.
+        prefix: class tokens before the patches, in the picture as in the table; they have their own rows.
+    """
+    (index_y, weight_y), (index_x, weight_x) = bicubic_taps(height, side), bicubic_taps(width, side)
+    shape = (height, width, 4, 4)
+    index = np.broadcast_to(index_y[:, None, :, None] * side + index_x[None, :, None, :], shape).reshape(-1, 16)
+    weight = (weight_y[:, None, :, None] * weight_x[None, :, None, :]).reshape(-1, 16)
+    own = np.repeat(np.arange(prefix)[:, None], 16, axis=1), np.tile(np.eye(1, 16), (prefix, 1))
+    return np.concatenate([own[0], prefix + index]), np.concatenate([own[1], weight])
+
+
+# --- published configs
+
+
+def tower_sizes(family: str, vision: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a tower's own part of a config.json gives.
+
+    Args:
+        family: for errors.
+        vision: that part, with the defaults of its class filled in.
+
+    Raises:
+        ConfigError: a size is missing or wrong, or the function is not known here.
+    """
+    require(family, vision, {"num_channels": 3})
+    sizes = read_sizes(family, vision, KEYS)
+    if sizes["embed"] % sizes["heads"]:
+        raise ConfigError(f"{family}: hidden_size {sizes['embed']} is not a multiple of its {sizes['heads']} heads")
+    return {
+        **sizes,
+        "eps": vision["layer_norm_eps"],
+        "activation": activation_of(family, vision, "hidden_act"),
+    }
+
+
+AnyVit = TypeVar("AnyVit", bound=Vit)
+
+
+def as_in_llava(tower: AnyVit, config: Mapping[str, Any]) -> AnyVit:
+    """The tower as a LLaVA uses it: up to one of its blocks, without the norm after, and projected by two layers.
+
+    Args:
+        tower: whole.
+        config: LLaVA's config.json.
+
+    Raises:
+        ConfigError: rows come from several blocks, or from none that there is.
+    """
+    layer, total = config.get("vision_feature_layer", -2), tower.layers
+    if not isinstance(layer, int) or not -total <= layer <= total or not layer % (total + 1):
+        raise ConfigError(
+            f"{tower.family}: config.json: vision_feature_layer is {layer!r}; one of the {total} blocks is needed"
+        )
+    strategy = config.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ConfigError(f"{tower.family}: config.json: vision_feature_select_strategy is {strategy!r}")
+    # transformers counts what enters the first block as 0
+    layers = layer % (total + 1)
+    out = (config.get("text_config") or {}).get("hidden_size") or LLAMA_WIDTH
+    act = activation_of(tower.family, {"projector_hidden_act": "gelu", **config}, "projector_hidden_act")
+    return replace(
+        tower,
+        layers=layers,
+        skipped=total - layers,
+        final_norm=False,
+        first_row=1 if strategy == "default" else 0,
+        hidden=out,
+        out=out,
+        projector_activation=act,
+        projector_bias=config.get("multimodal_projector_bias", True),
+    )

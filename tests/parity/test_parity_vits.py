@@ -1,0 +1,374 @@
+"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP and DINOv2, and who has them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import jaxenc
+from jaxenc.layers.parameters import flatten
+from tests import equality
+from tests.parity import vit_checkpoints as tiny
+from tests.parity.checkpoints import Checkpoint
+from tests.parity.compare import (
+    assert_avoided,
+    assert_bfloat16_as_good,
+    assert_float32_equal,
+    max_error,
+)
+from tests.parity.references import Encoded, resample_bicubic, resample_taps, use_activation, use_epsilon
+from tests.parity.vit_originals import KINDS, Alter, Item, Original
+
+SIZES = tiny.VitSizes()
+# larger than the position table of 5 x 5, smaller, its own size, and neither square
+GRIDS = [(5, 5), (7, 3), (2, 4), (8, 9)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What there is to be tested of a model.
+
+    Attributes:
+        kind: its original.
+        make: its checkpoint.
+        items: its pictures.
+        activation: the name of its blocks' activation.
+        norms: ends of the names of its norms, and the `eps` of all of them.
+        eps: see `norms`.
+        others: another eps.
+    """
+
+    kind: str
+    make: Callable[..., Checkpoint]
+    items: list[Item]
+    activation: str
+    norms: tuple[str, ...]
+    eps: float
+    others: float
+
+
+CLIP_NORMS = ("layer_norm1", "layer_norm2", "pre_layrnorm")
+SIGLIP_NORMS = ("layer_norm1", "layer_norm2")
+DINOV2_NORMS = ("norm1", "norm2", "layernorm")
+DINOV2_PICTURES = tiny.pictures_of(GRIDS, patch=14)
+MODELS = {
+    "clip": Model("clip", tiny.clip, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
+    "llava": Model("llava", tiny.llava, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
+    "siglip": Model(
+        "siglip", tiny.siglip, tiny.pictures(SIZES), "gelu_pytorch_tanh", (*SIGLIP_NORMS, "post_layernorm"), 1e-6, 1e-5
+    ),
+    "paligemma": Model(
+        "paligemma",
+        tiny.paligemma,
+        tiny.pictures(SIZES),
+        "gelu_pytorch_tanh",
+        (*SIGLIP_NORMS, "post_layernorm"),
+        1e-6,
+        1e-5,
+    ),
+    "llava of siglip": Model(
+        "llava",
+        partial(tiny.llava, tower="siglip"),
+        tiny.pictures(SIZES),
+        "gelu_pytorch_tanh",
+        SIGLIP_NORMS,
+        1e-6,
+        1e-5,
+    ),
+    "dinov2": Model("dinov2", tiny.dinov2, DINOV2_PICTURES, "gelu", DINOV2_NORMS, 1e-6, 1e-5),
+    "dinov2 giant": Model(
+        "dinov2", partial(tiny.dinov2, gated=True), DINOV2_PICTURES, "silu", DINOV2_NORMS, 1e-6, 1e-5
+    ),
+}
+every_model = pytest.mark.parametrize("subject", MODELS, indirect=True)
+
+
+class Subject:
+    """One model: the original and its checkpoint, ours, and what both give for the same pictures."""
+
+    def __init__(self, name: str, folder: Path):
+        self.model = MODELS[name]
+        self.folder, self.items = folder, self.model.items
+        self.checkpoint = self.model.make()
+        self.original = Original(KINDS[self.model.kind], self.checkpoint)
+        self.truth: Encoded = self.original.run(self.items)
+        self.checkpoint.write(folder)
+        self.encoder = jaxenc.load(folder, dtype="float32")
+        self.rows = encode(self.encoder, self.items)
+
+    def avoids(self, mistake: Alter, *, on: slice = slice(None)) -> None:
+        """Asserts that rows are right, and that every picture would show the mistake."""
+        mistaken = self.original.run(self.items[on], alter=mistake).rows
+        assert_avoided(self.rows[on], self.truth.rows[on], mistaken)
+
+    def tower(self, model: nn.Module) -> nn.Module:
+        return self.original.kind.tower(model)
+
+    @property
+    def layout(self) -> str:
+        return self.original.kind.layout
+
+    def tensors_of(self, params: Any) -> dict[str, np.ndarray]:
+        """Parameters as the file's tensors, in the layout that is nearest to the original's."""
+        mappings = self.encoder.config.mappings()
+        mapping = mappings.get(self.layout, mappings["original"]).located(self.original.tensors)
+        return dict(mapping.export(flatten(jax.tree.map(np.asarray, params))))
+
+
+def encode(encoder: jaxenc.Encoder, items: list[Item]) -> list[np.ndarray]:
+    return encoder.encode_items([jaxenc.VisionItem(*item) for item in items])
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    return cache(lambda name: Subject(name, tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, subjects: Callable[[str], Subject]) -> Subject:
+    return subjects(request.param)
+
+
+# Numbers
+
+
+@every_model
+def test_float32_rows_are_the_originals(subject: Subject) -> None:
+    # the truth is what transformers computes in float32
+    assert max_error(subject.original.run(subject.items, dtype="float32").rows, subject.truth.rows) < 3e-6
+    assert_float32_equal(subject.rows, subject.truth.rows)
+
+
+@every_model
+def test_every_block_is_the_originals(subject: Subject) -> None:
+    encoder = subject.encoder
+    batch = encoder.pack([jaxenc.VisionItem(*item) for item in subject.items])
+    _, captured = encoder.apply(encoder.params, batch, capture="all")
+    assert len(captured) == encoder.config.transformer.layers
+    for block, tokens in captured.items():
+        expected = [hidden[block + 1] for hidden in subject.truth.hidden]
+        assert_float32_equal(encoder.unpack_tokens(tokens, batch), expected)
+
+
+@every_model
+def test_bfloat16_is_as_good_as_the_originals(subject: Subject) -> None:
+    rows = encode(jaxenc.load(subject.folder, dtype="bfloat16"), subject.items)
+    original = subject.original.run(subject.items, dtype="bfloat16").rows
+    assert_bfloat16_as_good(rows, original, subject.truth.rows)
+
+
+@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant"], indirect=True)
+def test_gradients_are_the_originals_and_go_back_to_its_names(subject: Subject) -> None:
+    encoder, items = subject.encoder, subject.items
+    batch = encoder.pack([jaxenc.VisionItem(*item) for item in items])
+    slots = batch.rows
+    rng = np.random.default_rng(5)
+    weights = [rng.standard_normal(rows.shape) for rows in subject.truth.rows]
+    expected = subject.original.gradients(items, weights)
+    placed = np.zeros((*slots.item.shape, weights[0].shape[1]), np.float32)
+    for i, weight in enumerate(weights):
+        placed[slots.item == i] = weight[slots.index[slots.item == i]]
+
+    # the same program, with less time spent on its machine code
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def slopes(params: Any) -> Any:
+        return jax.grad(lambda params: jnp.sum(encoder.apply(params, batch) * placed))(params)
+
+    ours = subject.tensors_of(slopes(encoder.params))
+    assert len(ours) >= 9 * encoder.config.transformer.layers
+    for name, slope in ours.items():
+        # what all keys have in common moves no score: that gradient is rounding, beside the queries'
+        scale = np.abs(expected[name.replace("k_proj.bias", "q_proj.bias")]).max()
+        assert np.abs(slope - expected[name]).max() <= 2e-5 * scale, name
+
+
+# Layouts and meshes
+
+
+@every_model
+def test_every_layout_of_the_file_gives_the_same_rows(subject: Subject, tmp_path: Path) -> None:
+    for layout in subject.checkpoint.tensors:
+        for config in subject.checkpoint.configs:
+            folder = subject.checkpoint.write(
+                tmp_path / layout / config, layout=layout, config=config, dtype="float32", shards=1
+            )
+            encoder = jaxenc.load(folder, dtype="float32")
+            assert encoder.config == subject.encoder.config
+            for one, other in zip(*map(jax.tree.leaves, (encoder.params, subject.encoder.params)), strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+@every_model
+def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None:
+    tensors, back = subject.original.tensors, subject.tensors_of(subject.encoder.params)
+    for name, value in back.items():
+        np.testing.assert_array_equal(value, tensors[name], err_msg=name)
+    # LLaVA takes the output of the block before the last, and from there neither norm is used
+    unused = ("encoder.layers.2." if subject.model.make is tiny.llava else "post_layernorm", "post_layernorm")
+    assert all(any(part in name for part in unused) for name in tensors.keys() - back.keys())
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [((1, 3), {"attention": "pad", "mlp": "pad"}), ((2, 4), "tensor"), ((2, 4), "data")], ids=str
+)
+@pytest.mark.parametrize("subject", ["llava", "paligemma", "dinov2 giant"], indirect=True)
+def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
+    mesh = jaxenc.make_mesh(data=shape[0], model=shape[1])
+    encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
+    tokens = sum(encoder.config.pieces(jaxenc.VisionItem(*item))[0] for item in subject.items)
+    # the last has whole pictures in it, and pictures that are spread over rows
+    *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 30)
+    assert_float32_equal(encode(single, subject.items), subject.rows)
+
+
+# Traps
+
+
+@every_model
+def test_epsilon_is_the_published_one(subject: Subject, tmp_path: Path) -> None:
+    # activations of a standard deviation of about sqrt(1e-5) or less reach every norm
+    eps = subject.model.eps
+    faint = dict.fromkeys(("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "fc2"), eps**0.5)
+    checkpoint = subject.model.make(scales=faint | {"weights_out": eps**0.5})
+    original = Original(subject.original.kind, checkpoint)
+    rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), subject.items)
+    truth = original.run(subject.items).rows
+    for part in subject.model.norms:
+
+        def mistake(model: nn.Module, part: str = part) -> None:
+            for name, module in subject.tower(model).named_modules():
+                if name.endswith(part):
+                    use_epsilon(module, eps=subject.model.others)
+
+        assert_avoided(rows, truth, original.run(subject.items, alter=mistake).rows)
+
+
+@every_model
+def test_blocks_have_the_published_activation(subject: Subject) -> None:
+    def mistake(name: str) -> Alter:
+        def alter(model: nn.Module) -> None:
+            use_activation(subject.tower(model).encoder, name=name)
+            for part in subject.tower(model).encoder.modules():
+                if hasattr(part, "act_fn"):
+                    part.act_fn = torch.nn.GELU()
+
+        return alter
+
+    for name in {"gelu", "gelu_pytorch_tanh", "quick_gelu"} - {subject.model.activation}:
+        subject.avoids(mistake(name))
+
+
+@pytest.mark.parametrize("subject", ["clip", "llava", "dinov2"], indirect=True)
+def test_the_class_token_has_the_first_position(subject: Subject) -> None:
+    def last(model: nn.Module) -> None:
+        embeddings = subject.tower(model).embeddings
+        if hasattr(embeddings, "position_embedding"):
+            embeddings.position_embedding.weight.data = embeddings.position_embedding.weight.data.roll(-1, 0)
+        else:
+            embeddings.position_embeddings.data = embeddings.position_embeddings.data.roll(-1, 1)
+
+    subject.avoids(last)
+
+
+@every_model
+def test_pictures_do_not_attend_to_each_other(subject: Subject) -> None:
+    assert_float32_equal(encode(subject.encoder, subject.items[1:2]), subject.truth.rows[1:2])
+
+
+@pytest.mark.parametrize("subject", ["clip", "llava"], indirect=True)
+def test_what_enters_clips_blocks_is_normalised(subject: Subject) -> None:
+    subject.avoids(lambda model: setattr(subject.tower(model), "pre_layrnorm", nn.Identity()))
+
+
+def test_clips_rows_are_all_tokens_of_the_last_block_not_normalised(subjects: Callable[[str], Subject]) -> None:
+    clip = subjects("clip")
+    assert [rows.shape for rows in clip.rows] == [(17, SIZES.embed)] * 3
+    assert_float32_equal(clip.rows, [hidden[-1] for hidden in clip.truth.hidden])
+
+
+def test_llavas_rows_are_the_patches_of_the_block_before_the_last(subjects: Callable[[str], Subject]) -> None:
+    llava = subjects("llava")
+    assert llava.encoder.config.transformer.layers == SIZES.layers - 1
+    assert [rows.shape for rows in llava.rows] == [(16, tiny.TEXT)] * 3
+    for layer in (-1, -3):
+        llava.avoids(lambda model, layer=layer: setattr(model.config, "vision_feature_layer", layer))
+    full = llava.original.run(
+        llava.items, alter=lambda model: setattr(model.config, "vision_feature_select_strategy", "full")
+    )
+    assert_float32_equal(llava.rows, [rows[1:] for rows in full.rows])
+
+
+def test_llavas_projector_has_the_erf_gelu(subjects: Callable[[str], Subject]) -> None:
+    subjects("llava").avoids(lambda model: use_activation(model.multi_modal_projector, name="gelu_pytorch_tanh"))
+
+
+def test_siglips_rows_are_normalised_but_in_a_llava(subjects: Callable[[str], Subject]) -> None:
+    for name, normalised in (("siglip", True), ("paligemma", True), ("llava of siglip", False)):
+        subject = subjects(name)
+        assert len(subject.rows[0]) == 16
+        assert subject.encoder.config.final_norm == normalised
+
+    def without(model: nn.Module) -> None:
+        model.post_layernorm = nn.Identity()
+
+    subjects("siglip").avoids(without)
+
+
+@pytest.mark.parametrize("subject", ["dinov2", "dinov2 giant"], indirect=True)
+def test_what_dinov2s_blocks_add_is_scaled(subject: Subject) -> None:
+    for part in ("layer_scale1", "layer_scale2"):
+
+        def unscaled(model: nn.Module, part: str = part) -> None:
+            for block in model.encoder.layer:
+                setattr(block, part, nn.Identity())
+
+        subject.avoids(unscaled)
+
+
+def test_dinov2_gates_with_the_first_half(subjects: Callable[[str], Subject]) -> None:
+    def swapped(model: nn.Module) -> None:
+        for block in model.encoder.layer:
+            block.mlp.gate_proj, block.mlp.up_proj = block.mlp.up_proj, block.mlp.gate_proj
+
+    subjects("dinov2 giant").avoids(swapped)
+
+
+@pytest.mark.parametrize(
+    "resample",
+    [
+        partial(resample_taps, a=-0.5),
+        partial(resample_taps, align_corners=True),
+        partial(resample_bicubic, antialias=True),
+    ],
+    ids=["a = -0.5", "corners aligned", "antialiased"],
+)
+def test_dinov2_resizes_positions_with_torchs_bicubic(subjects: Callable[[str], Subject], resample: Any) -> None:
+    def mistake(model: nn.Module) -> None:
+        def resized(_: torch.Tensor, height: int, width: int) -> torch.Tensor:
+            table = model.embeddings.position_embeddings
+            patches = resample(table[0, 1:].reshape(5, 5, -1), height // 14, width // 14)
+            return torch.cat([table[:, :1], patches[None]], dim=1)
+
+        model.embeddings.interpolate_pos_encoding = resized
+
+    # antialiasing only matters where the table shrinks: 2 x 4 and 7 x 3
+    subjects("dinov2").avoids(mistake, on=slice(1, 3))
+
+
+def test_positions_of_dinov2s_own_grid_are_added_as_they_are(subjects: Callable[[str], Subject]) -> None:
+    assert GRIDS[0] == (5, 5)
+    dinov2 = subjects("dinov2")
+    table = dinov2.checkpoint.tensors["original"]["embeddings.position_embeddings"]
+
+    def added(model: nn.Module) -> None:
+        model.embeddings.interpolate_pos_encoding = lambda *_: torch.from_numpy(table).double()
+
+    assert_float32_equal(dinov2.rows[:1], dinov2.original.run(dinov2.items[:1], alter=added).rows)

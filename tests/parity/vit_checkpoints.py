@@ -1,0 +1,233 @@
+"""Small checkpoints of plain vision transformers, named as the published ones. NumPy and safetensors only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from tests.parity.checkpoints import Checkpoint, Tensors, _Maker, _nan, image_patches
+
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
+TEXT = 20  # width of the language model
+
+
+@dataclass(frozen=True)
+class VitSizes:
+    """Sizes of a tiny tower; `image` is the side in pixels of the pictures that its position table is for."""
+
+    layers: int = 3
+    heads: int = 4
+    head_dim: int = 8
+    mlp: int = 72
+    patch: int = 14
+    image: int = 56
+
+    @property
+    def embed(self) -> int:
+        """Width of the tower."""
+        return self.heads * self.head_dim
+
+    @property
+    def config(self) -> dict[str, int]:
+        """As transformers calls them."""
+        return {
+            "hidden_size": self.embed, "intermediate_size": self.mlp, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "image_size": self.image, "patch_size": self.patch,
+        }  # fmt: skip
+
+
+def pictures(sizes: VitSizes) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
+    """Patches and grids of three pictures of the tower's own size."""
+    side = sizes.image // sizes.patch
+    return pictures_of([(side, side)] * 3, patch=sizes.patch)
+
+
+def pictures_of(grids: Sequence[tuple[int, int]], *, patch: int) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
+    """Patches and grids of pictures of so many rows and columns of patches."""
+    return [(image_patches((1, *grid), seed=seed, patch=patch), (1, *grid)) for seed, grid in enumerate(grids)]
+
+
+def clip(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
+    """A tiny CLIP. Layouts: `original` (vision_model.*). Configs: `original`, and `tower` for the tower alone."""
+    text = {f"text_model.{name}": _nan(8, 8) for name in ("final_layer_norm.weight", "embeddings.position_ids")}
+    vision = {**sizes.config, "model_type": "clip_vision_model"}
+    return Checkpoint(
+        {"original": _prefixed("vision_model.", _clip_tower(sizes, seed, scales))},
+        {"original": {**text, "logit_scale": _nan(1), "visual_projection.weight": _nan(8, sizes.embed)}},
+        {
+            "original": {"model_type": "clip", "projection_dim": 8, "text_config": {}, "vision_config": vision},
+            "tower": vision,
+        },
+    )
+
+
+def llava(
+    sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES, tower: str = "clip"
+) -> Checkpoint:
+    """A tiny LLaVA with a CLIP tower or a SigLIP one.
+
+    Layouts: `original`, and `transformers`, as transformers 5 names them in memory.
+    """
+    names = _clip_tower(sizes, seed, scales) if tower == "clip" else _siglip_tower(sizes, seed, scales)
+    make = _Maker(seed, scales)
+    make.linear("multi_modal_projector.linear_1", (TEXT, sizes.embed), gain=1.3)
+    make.linear("multi_modal_projector.linear_2", (TEXT, TEXT), gain=1.2)
+    original = _prefixed("vision_tower.vision_model.", names) | make.tensors
+    native = _prefixed("model.vision_tower.", names) | _prefixed("model.", make.tensors)
+    # 5 is the layer of the language model: a reader that counts it among the tower's shows
+    beside = "language_model.model.layers.5.input_layernorm.weight"
+    config = {
+        "model_type": "llava", "image_token_index": 95, "projector_hidden_act": "gelu",
+        "text_config": {"model_type": "llama", "hidden_size": TEXT, "intermediate_size": 24, "num_attention_heads": 2,
+                        "num_hidden_layers": 1, "vocab_size": 96},
+        "vision_config": {**sizes.config, "model_type": f"{tower}_vision_model", "vision_use_head": False},
+        "vision_feature_layer": -2 if tower == "clip" else -1,
+        "vision_feature_select_strategy": "default" if tower == "clip" else "full",
+    }  # fmt: skip
+    return Checkpoint(
+        {"original": original, "transformers": native},
+        {"original": {beside: _nan(TEXT)}, "transformers": {f"model.{beside}": _nan(TEXT)}},
+        {"original": config},
+    )
+
+
+def siglip(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
+    """A tiny SigLIP without its pooling head. Layouts: `original`. Configs: `original`, and `tower` alone."""
+    vision = {**sizes.config, "model_type": "siglip_vision_model", "vision_use_head": False}
+    return Checkpoint(
+        {"original": _prefixed("vision_model.", _siglip_tower(sizes, seed, scales))},
+        {"original": {"text_model.head.weight": _nan(8, 8), "logit_scale": _nan(1), "logit_bias": _nan(1)}},
+        {"original": {"model_type": "siglip", "text_config": {}, "vision_config": vision}, "tower": vision},
+    )
+
+
+def paligemma(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
+    """A tiny PaliGemma. Layouts: `original`, and `transformers`, as transformers 5 names them in memory."""
+    make, names = _Maker(seed, scales), _siglip_tower(sizes, seed, scales)
+    make.linear("multi_modal_projector.linear", (TEXT, sizes.embed), gain=1.3)
+    text = {"model_type": "gemma", "hidden_size": TEXT, "intermediate_size": 24, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 8}  # fmt: skip
+    vision = {**sizes.config, "model_type": "siglip_vision_model", "projection_dim": TEXT, "vision_use_head": False}
+    return Checkpoint(
+        {
+            "original": _prefixed("vision_tower.vision_model.", names) | make.tensors,
+            "transformers": _prefixed("model.vision_tower.", names) | _prefixed("model.", make.tensors),
+        },
+        {
+            "original": {"language_model.model.norm.weight": _nan(TEXT)},
+            "transformers": {"model.language_model.norm.weight": _nan(TEXT)},
+        },
+        {
+            "original": {
+                "model_type": "paligemma",
+                "hidden_size": TEXT,
+                "projection_dim": TEXT,
+                "image_token_index": 95,
+                "text_config": text,
+                "vision_config": vision,
+            }
+        },
+    )
+
+
+def dinov2(
+    sizes: VitSizes = VitSizes(image=70),
+    *,
+    seed: int = 0,
+    scales: Mapping[str, float] = NO_SCALES,
+    gated: bool = False,
+) -> Checkpoint:
+    """A tiny DINOv2; `gated` as the giant is.
+
+    Layouts: `original`, `classifier` (dinov2.* beside a classifier), and `transformers`, as transformers 5 names them
+    in memory. The MLP is as wide as the config's ratio says, not as `sizes`.
+    """
+    make, d = _Maker(seed, scales), sizes.embed
+    hidden = (int(3 * d * 2 / 3) + 7) // 8 * 8 if gated else 3 * d
+    make.tensor("embeddings.cls_token", (1, 1, d), scale=1.0)
+    make.tensor("embeddings.position_embeddings", (1, (sizes.image // sizes.patch) ** 2 + 1, d), scale=0.8)
+    make.linear("embeddings.patch_embeddings.projection", (d, 3, sizes.patch, sizes.patch), gain=2.0)
+    for n in range(sizes.layers):
+        layer = f"encoder.layer.{n}"
+        make.norm(f"{layer}.norm1", d)
+        for name in ("query", "key", "value"):
+            make.linear(f"{layer}.attention.attention.{name}", (d, d), gain=1.3)
+        make.linear(f"{layer}.attention.output.dense", (d, d), gain=1.2)
+        make.norm(f"{layer}.norm2", d)
+        make.linear(f"{layer}.mlp.{'weights_in' if gated else 'fc1'}", ((1 + gated) * hidden, d), gain=1.3)
+        make.linear(f"{layer}.mlp.{'weights_out' if gated else 'fc2'}", (d, hidden), gain=1.2)
+        for number in (1, 2):
+            make.tensor(f"{layer}.layer_scale{number}.lambda1", (d,), scale=0.5, offset=0.7)
+    make.norm("layernorm", d)
+    mask = {"embeddings.mask_token": _nan(1, d)}
+    native: Tensors = {}
+    for name, value in make.tensors.items():
+        if "weights_in" in name:
+            for part, half in zip(("gate_proj", "up_proj"), np.split(value, 2), strict=True):
+                native[name.replace("weights_in", part)] = half
+        else:
+            native[_dinov2_in_memory(name)] = value
+    config = {
+        **sizes.config, "model_type": "dinov2", "mlp_ratio": 3, "use_swiglu_ffn": gated, "hidden_act": "gelu",
+        "layer_norm_eps": 1e-6, "layerscale_value": 1.0, "num_channels": 3, "qkv_bias": True,
+    }  # fmt: skip
+    del config["intermediate_size"]  # there is none in DINOv2's
+    return Checkpoint(
+        {"original": make.tensors, "classifier": _prefixed("dinov2.", make.tensors), "transformers": native},
+        {
+            "original": mask,
+            "classifier": _prefixed("dinov2.", mask) | {"classifier.weight": _nan(8, 2 * d)},
+            "transformers": mask,
+        },
+        {"original": config},
+    )
+
+
+def _dinov2_in_memory(name: str) -> str:
+    for old, new in (
+        ("attention.attention.query", "attention.q_proj"),
+        ("attention.attention.key", "attention.k_proj"),
+        ("attention.attention.value", "attention.v_proj"),
+        ("attention.output.dense", "attention.o_proj"),
+        ("mlp.weights_out", "mlp.down_proj"),
+    ):
+        name = name.replace(old, new)
+    return name
+
+
+def _clip_tower(sizes: VitSizes, seed: int, scales: Mapping[str, float]) -> Tensors:
+    make, d = _Maker(seed, scales), sizes.embed
+    make.tensor("embeddings.class_embedding", (d,), scale=1.0)
+    make.linear("embeddings.patch_embedding", (d, 3, sizes.patch, sizes.patch), gain=2.0, bias=False)
+    make.tensor("embeddings.position_embedding.weight", ((sizes.image // sizes.patch) ** 2 + 1, d), scale=0.8)
+    make.norm("pre_layrnorm", d)
+    _clip_blocks(make, sizes)
+    make.norm("post_layernorm", d)
+    return make.tensors
+
+
+def _clip_blocks(make: _Maker, sizes: VitSizes) -> None:
+    d = sizes.embed
+    for n in range(sizes.layers):
+        layer = f"encoder.layers.{n}"
+        make.norm(f"{layer}.layer_norm1", d)
+        for letter in ("k", "v", "q"):
+            make.linear(f"{layer}.self_attn.{letter}_proj", (d, d), gain=1.3)
+        make.linear(f"{layer}.self_attn.out_proj", (d, d), gain=1.2)
+        make.norm(f"{layer}.layer_norm2", d)
+        make.linear(f"{layer}.mlp.fc1", (sizes.mlp, d), gain=1.3)
+        make.linear(f"{layer}.mlp.fc2", (d, sizes.mlp), gain=1.2)
+
+
+def _siglip_tower(sizes: VitSizes, seed: int, scales: Mapping[str, float]) -> Tensors:
+    make, d = _Maker(seed, scales), sizes.embed
+    make.linear("embeddings.patch_embedding", (d, 3, sizes.patch, sizes.patch), gain=2.0)
+    make.tensor("embeddings.position_embedding.weight", ((sizes.image // sizes.patch) ** 2, d), scale=0.8)
+    _clip_blocks(make, sizes)
+    make.norm("post_layernorm", d)
+    return make.tensors
+
+
+def _prefixed(prefix: str, tensors: Tensors) -> Tensors:
+    return {prefix + name: value for name, value in tensors.items()}

@@ -1,0 +1,176 @@
+"""transformers' plain vision transformers on the tiny checkpoints of `tests.parity.vit_checkpoints`.
+
+They compute everything in their parameters' dtype, so that in float64 they are the truth as they stand. (DINOv2 resizes
+its positions in float32: that is done in double here.)
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import CLIPVisionConfig, Dinov2Config, LlavaConfig, PaliGemmaConfig, SiglipVisionConfig
+from transformers.models.clip.modeling_clip import CLIPVisionModel
+from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings, Dinov2Model
+from transformers.models.llava.modeling_llava import LlavaModel
+from transformers.models.paligemma.modeling_paligemma import PaliGemmaModel
+from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+from tests.parity.checkpoints import Checkpoint, Config, Tensors
+from tests.parity.references import Dtype, Encoded, _recorded, resample_bicubic
+
+Alter = Callable[[nn.Module], None]
+Item = tuple[np.ndarray, tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One published model that has such a tower.
+
+    Attributes:
+        build: config.json -> module, of random weights.
+        name: of a tensor in the checkpoint's layout -> of the module's parameter.
+        tower: the part of the module that encodes pictures.
+        rows: (module, pixels) -> rows of each picture.
+        layout: of the checkpoint, whose names are nearest to the module's.
+    """
+
+    build: Callable[[Config], nn.Module]
+    name: Callable[[str], str]
+    tower: Callable[[nn.Module], nn.Module]
+    rows: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]]
+    layout: str = "original"
+
+
+def _features(model: nn.Module, pixels: torch.Tensor) -> Sequence[torch.Tensor]:
+    chosen = {key: getattr(model.config, key) for key in ("vision_feature_layer", "vision_feature_select_strategy")}
+    return model.get_image_features(pixels, **chosen).pooler_output
+
+
+def _hidden(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    return model(pixels).last_hidden_state
+
+
+class _Dinov2(Dinov2Model):
+    """With positions resized in double where the model is."""
+
+    def __init__(self, config: Dinov2Config):
+        super().__init__(config)
+        self.embeddings = _Dinov2Embeddings(config)
+
+
+class _Dinov2Embeddings(Dinov2Embeddings):
+    def interpolate_pos_encoding(self, embeddings: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        table, patch = self.position_embeddings, self.config.patch_size
+        if table.dtype != torch.float64:
+            return super().interpolate_pos_encoding(embeddings, height, width)
+        side = math.isqrt(table.shape[1] - 1)
+        patches = resample_bicubic(table[0, 1:].reshape(side, side, -1), height // patch, width // patch)
+        return torch.cat([table[:, :1], patches[None]], dim=1)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+KINDS = {
+    "clip": Kind(
+        build=lambda config: CLIPVisionModel(CLIPVisionConfig(**config["vision_config"])),
+        name=lambda name: name.removeprefix("vision_model."),
+        tower=_itself,
+        rows=_hidden,
+    ),
+    "llava": Kind(
+        build=lambda config: LlavaModel(LlavaConfig(**config)),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_features,
+        layout="transformers",
+    ),
+    "siglip": Kind(
+        build=lambda config: SiglipVisionModel(SiglipVisionConfig(**config["vision_config"])),
+        name=lambda name: name.removeprefix("vision_model."),
+        tower=_itself,
+        rows=_hidden,
+    ),
+    "paligemma": Kind(
+        build=lambda config: PaliGemmaModel(PaliGemmaConfig(**config)),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=lambda model, pixels: model.get_image_features(pixels).pooler_output,
+        layout="transformers",
+    ),
+    "dinov2": Kind(
+        build=lambda config: _Dinov2(Dinov2Config(**config)),
+        name=lambda name: name,
+        tower=_itself,
+        rows=_hidden,
+        layout="transformers",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Original:
+    """One of them with a checkpoint's weights."""
+
+    kind: Kind
+    checkpoint: Checkpoint
+    _models: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+
+    @property
+    def tensors(self) -> Tensors:
+        """The checkpoint's, in the layout that is nearest."""
+        return self.checkpoint.tensors[self.kind.layout]
+
+    def run(self, items: Sequence[Item], *, dtype: Dtype = "float64", alter: Alter | None = None) -> Encoded:
+        """Encode pictures one by one; `alter` makes a mistake in the model, in float64 only."""
+        model = copy.deepcopy(self.model(dtype)) if alter is not None else self.model(dtype)
+        if alter is not None:
+            alter(model)
+        rows, hidden = [], []
+        encoder = self.kind.tower(model).encoder
+        blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
+        for patches, grid in items:
+            with torch.no_grad(), _recorded(blocks) as states:
+                (encoded,) = self.kind.rows(model, pixels_of(patches, grid).to(getattr(torch, dtype)))
+            rows.append(encoded.double().numpy())
+            hidden.append(np.stack([state[0].double().numpy() for state in states]))
+        return Encoded(rows, hidden)
+
+    def gradients(self, items: Sequence[Item], weights: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Of the sum of all rows times `weights`, by the tensors' names in the file; float64."""
+        model = copy.deepcopy(self.model("float64"))
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        loss = torch.zeros((), dtype=torch.float64)
+        for (patches, grid), weight in zip(items, weights, strict=True):
+            (rows,) = self.kind.rows(model, pixels_of(patches, grid).double())
+            loss = loss + (rows * torch.from_numpy(weight)).sum()
+        loss.backward()
+        slopes = {name: parameter.grad for name, parameter in model.named_parameters()}
+        named = {name: slopes[self.kind.name(name)] for name in self.tensors}
+        return {name: slope.numpy() for name, slope in named.items() if slope is not None}
+
+    def model(self, dtype: Dtype) -> nn.Module:
+        """The module with the checkpoint's weights, strictly loaded but for the language model."""
+        if dtype not in self._models:
+            model = self.kind.build({**self.checkpoint.configs["original"]})
+            state = {self.kind.name(name): torch.from_numpy(value) for name, value in self.tensors.items()}
+            problems = model.load_state_dict(state, strict=False)
+            known = ("language_model.", "embeddings.mask_token")  # no row depends on them
+            missing = [name for name in problems.missing_keys if not name.startswith(known)]
+            if missing or problems.unexpected_keys:
+                raise ValueError(f"missing {missing}, unexpected {problems.unexpected_keys}")
+            self._models[dtype] = model.to(getattr(torch, dtype)).eval()
+        return self._models[dtype]
+
+
+def pixels_of(patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
+    """[1, 3, height, width] of patches in raster order."""
+    (_, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
+    pixels = patches.reshape(h, w, 3, p, p).transpose(2, 0, 3, 1, 4).reshape(1, 3, h * p, w * p)
+    return torch.from_numpy(np.ascontiguousarray(pixels))

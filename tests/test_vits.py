@@ -1,0 +1,228 @@
+"""Plain vision transformers: published configs, plans, pictures."""
+
+import numpy as np
+import pytest
+
+import jaxenc
+from jaxenc import ConfigError, InputError
+from jaxenc.models import clip, dinov2, named_config, published_configs, siglip
+
+# config.json as published, without what no tower depends on
+LLAVA = {
+    "model_type": "llava",
+    "image_token_index": 32000,
+    "projector_hidden_act": "gelu",
+    "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+}
+CLIP_LARGE = {
+    "model_type": "clip",
+    "vision_config": {
+        "hidden_act": "quick_gelu",
+        "hidden_size": 1024,
+        "image_size": 224,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-05,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+    },
+}
+SIGLIP_SO400M = {
+    "model_type": "siglip",
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 384,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
+}
+PALIGEMMA = {
+    "model_type": "paligemma",
+    "hidden_size": 2048,
+    "projection_dim": 2048,
+    "text_config": {"model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18},
+    "vision_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "num_image_tokens": 256,
+        "patch_size": 14,
+        "projection_dim": 2048,
+        "projector_hidden_act": "gelu_fast",
+        "vision_use_head": False,
+    },
+}
+DINOV2_SMALL = {
+    "model_type": "dinov2",
+    "hidden_act": "gelu",
+    "hidden_size": 384,
+    "image_size": 518,
+    "layer_norm_eps": 1e-06,
+    "layerscale_value": 1.0,
+    "mlp_ratio": 4,
+    "num_attention_heads": 6,
+    "num_channels": 3,
+    "num_hidden_layers": 12,
+    "patch_size": 14,
+    "qkv_bias": True,
+    "use_swiglu_ffn": False,
+}
+DINOV2_GIANT = DINOV2_SMALL | {
+    "hidden_size": 1536,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 40,
+    "use_swiglu_ffn": True,
+}
+VARIANTS = [
+    f"{family}:{variant}"
+    for family, module in (("clip", clip), ("siglip", siglip), ("dinov2", dinov2))
+    for variant in module.VARIANTS
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LLAVA, "clip"),
+        (CLIP_LARGE, "clip:large"),
+        (CLIP_LARGE["vision_config"], "clip:large"),
+        # CLIP-B/32 and SigLIP-B/16 write nothing of what their classes have by default
+        ({"model_type": "clip", "vision_config": {"model_type": "clip_vision_model"}}, "clip:base"),
+        (SIGLIP_SO400M, "siglip"),
+        (PALIGEMMA, "siglip:paligemma-224"),
+        ({"model_type": "siglip", "vision_config": {"model_type": "siglip_vision_model"}}, "siglip:base"),
+        (DINOV2_SMALL, "dinov2"),
+        (DINOV2_GIANT, "dinov2:giant"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_published_configs_are_the_variants(config, name):
+    assert published_configs(config, name="config.json") == [named_config(name)]
+
+
+def test_the_giants_gated_mlp_is_4096_wide():
+    assert named_config("dinov2:giant").mlp == 4096
+
+
+def test_a_llava_of_siglip_is_siglips():
+    vision = SIGLIP_SO400M["vision_config"]
+    llava = {**LLAVA, "vision_config": vision, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    (config,) = published_configs(llava, name="config.json")
+    assert (config.family, config.layers, config.skipped) == ("siglip", 27, 0)
+    assert (config.first_row, config.final_norm, config.out) == (0, False, 4096)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (LLAVA | {"vision_feature_layer": [-2, -5]}, r"vision_feature_layer is \[-2, -5\]; one of the 24 blocks"),
+        (LLAVA | {"vision_feature_layer": 0}, "vision_feature_layer is 0"),
+        (LLAVA | {"vision_feature_layer": 25}, "vision_feature_layer is 25"),
+        (LLAVA | {"vision_feature_select_strategy": "cls_patch"}, "select_strategy is 'cls_patch'"),
+        (LLAVA | {"projector_hidden_act": "tanh"}, "projector_hidden_act is 'tanh'; known are 'gelu'"),
+        (DINOV2_SMALL | {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        (DINOV2_SMALL | {"num_attention_heads": 5}, "384 is not a multiple of its 5 heads"),
+        (DINOV2_SMALL | {"mlp_ratio": 0}, "mlp_ratio is 0"),
+        (DINOV2_SMALL | {"num_channels": 4}, "num_channels is 4"),
+        (LLAVA | {"vision_config": {"model_type": "pixtral"}}, "model_type is 'llava'; known are"),
+    ],
+    ids=str,
+)
+def test_a_config_of_another_function_is_refused(config, says):
+    with pytest.raises(ConfigError, match=says):
+        published_configs(config, name="config.json")
+
+
+@pytest.mark.parametrize("layer", [-2, 23])
+def test_llavas_layer_counts_from_either_end(layer):
+    (config,) = published_configs(LLAVA | {"vision_feature_layer": layer}, name="config.json")
+    assert (config.layers, config.skipped) == (23, 1)
+
+
+@pytest.mark.parametrize("devices", [3, 6, 8, 32])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_device_does_more_than_its_share(name, devices):
+    plan = jaxenc.plan(name, mesh_shape={"data": 1, "model": devices})
+    assert plan.flops_ratio <= 1.10
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "rows"),
+    [("clip", 577, 576), ("clip:large", 257, 257), ("clip:base", 50, 50), ("siglip", 729, 729), ("dinov2", 257, 257)],
+)
+def test_tokens_and_rows_of_a_file(name, tokens, rows):
+    config = named_config(name)
+    (item,) = config.read("images", np.zeros((300, 400, 3), np.uint8), name="black")
+    assert config.typical_tokens == sum(config.pieces(item)) == tokens
+    assert config.output_rows(item) == rows
+    config.check(item)
+
+
+def test_items_that_the_tower_cannot_encode_are_refused():
+    def item(grid, features=588):
+        return jaxenc.VisionItem(np.zeros((int(np.prod(grid)), features), np.float32), grid, name="it")
+
+    named_config("dinov2").check(item((1, 5, 9)))
+    with pytest.raises(InputError, match=r"it: the grid is \(2, 5, 9\); this tower reads single pictures"):
+        named_config("dinov2").check(item((2, 5, 9)))
+    with pytest.raises(InputError, match=r"it: the grid is \(1, 5, 9\); this tower reads \(1, 24, 24\)"):
+        named_config("clip").check(item((1, 5, 9)))
+    with pytest.raises(InputError, match=r"it: a patch has 768 values, expected 588"):
+        named_config("clip").check(item((1, 24, 24), 768))
+
+
+# --- pictures, against transformers' processors
+
+
+@pytest.mark.parametrize("size", [(480, 640), (640, 427), (224, 224), (37, 501), (513, 512), (90, 31)], ids=str)
+@pytest.mark.parametrize("name", ["clip", "clip:base", "siglip", "siglip:base", "dinov2"])
+def test_pixels_are_those_of_the_published_processor(name, size):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    config = named_config(name)
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    (item,) = config.read("images", pixels, name="noise")
+    (expected,) = processor(name, config)(pixels, return_tensors="np")["pixel_values"]
+    p, (_, h, w) = config.patch, item.grid
+    # what is beyond the last whole patch is not read (384 = 27 x 14 + 6)
+    cut = expected[:, : h * p, : w * p].reshape(3, h, p, w, p).transpose(1, 3, 0, 2, 4).reshape(h * w, -1)
+    np.testing.assert_allclose(item.patches, cut, atol=2e-6)
+
+
+def processor(name, config):
+    from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    side = config.image
+    if config.family == "clip":
+        return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    if config.family == "siglip":
+        return SiglipImageProcessorPil(size={"height": side, "width": side})
+    # facebook/dinov2-small's preprocessor_config.json
+    return BitImageProcessorPil(
+        size={"shortest_edge": 256},
+        crop_size={"height": 224, "width": 224},
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
+        resample=3,
+    )
