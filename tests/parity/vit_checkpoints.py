@@ -167,7 +167,7 @@ def dinov2(
             for part, half in zip(("gate_proj", "up_proj"), np.split(value, 2), strict=True):
                 native[name.replace("weights_in", part)] = half
         else:
-            native[_dinov2_in_memory(name)] = value
+            native[dinov2_in_memory(name)] = value
     config = {
         **sizes.config, "model_type": "dinov2", "mlp_ratio": 3, "use_swiglu_ffn": gated, "hidden_act": "gelu",
         "layer_norm_eps": 1e-6, "layerscale_value": 1.0, "num_channels": 3, "qkv_bias": True,
@@ -184,7 +184,8 @@ def dinov2(
     )
 
 
-def _dinov2_in_memory(name: str) -> str:
+def dinov2_in_memory(name: str) -> str:
+    """The name that transformers 5 gives a published one; not of a gated MLP, which it divides."""
     for old, new in (
         ("attention.attention.query", "attention.q_proj"),
         ("attention.attention.key", "attention.k_proj"),

