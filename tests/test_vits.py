@@ -167,7 +167,14 @@ def test_no_device_does_more_than_its_share(name, devices):
 
 @pytest.mark.parametrize(
     ("name", "tokens", "rows"),
-    [("clip", 577, 576), ("clip:large", 257, 257), ("clip:base", 50, 50), ("siglip", 729, 729), ("dinov2", 257, 257)],
+    [
+        ("clip", 577, 576),
+        ("clip:large", 257, 257),
+        ("clip:base", 50, 50),
+        ("siglip", 729, 730),
+        ("siglip:so400m-tower", 729, 729),
+        ("dinov2", 257, 257),
+    ],
 )
 def test_tokens_and_rows_of_a_file(name, tokens, rows):
     config = named_config(name)

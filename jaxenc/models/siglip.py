@@ -1,7 +1,8 @@
 """SigLIP's vision tower, by itself or in a LLaVA or PaliGemma with its projector.
 
 Source: `SiglipVisionModel`, `LlavaModel.get_image_features` and `PaliGemmaModel.get_image_features` of transformers
-5.24. Rows of the tower alone and in a PaliGemma are normalised, in a LLaVA they are taken before that.
+5.24. Rows of the tower alone and in a PaliGemma are normalised, in a LLaVA they are taken before that. The tower alone
+mostly has a pooling head: what it makes of a picture (transformers' pooler_output) is row 0, and its patches follow.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
     "patch_size": 16,
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
+    "vision_use_head": True,
 }
 PALIGEMMA_WIDTH = 2048  # of `PaliGemmaConfig`
 
@@ -63,11 +65,11 @@ class Config(Vit):
         model_type = config.get("model_type")
         if model_type == "paligemma":
             return replace(tower, out=config.get("projection_dim", vision.get("projection_dim", PALIGEMMA_WIDTH)))
-        return as_in_llava(tower, config) if model_type == "llava" else tower
+        return as_in_llava(tower, config) if model_type == "llava" else replace(tower, pooled=vision["vision_use_head"])
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(**self.llava_sizes(), final_norm=self.final_norm)
+        return keys.mappings(**self.llava_sizes(), final_norm=self.final_norm, pooled=self.pooled)
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
         """The item of one picture, resized to the tower's square whatever its shape."""
@@ -86,7 +88,10 @@ SO400M: Mapping[str, Any] = {
     "final_norm": True,
 }
 VARIANTS: Mapping[str, Config] = {
-    "so400m": Config(image=384, **SO400M),
+    "so400m": Config(image=384, **SO400M, pooled=True),
+    "so400m-tower": Config(image=384, **SO400M),
     "paligemma-224": Config(image=224, **SO400M, out=2048),
-    "base": Config(12, 768, 12, 3072, patch=16, image=224, eps=1e-6, activation="gelu_tanh", final_norm=True),
+    "base": Config(
+        12, 768, 12, 3072, patch=16, image=224, eps=1e-6, activation="gelu_tanh", final_norm=True, pooled=True
+    ),
 }

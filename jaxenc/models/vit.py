@@ -22,6 +22,7 @@ from jaxenc.layers.linear import Linear
 from jaxenc.layers.mlp import MLP, Activation
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
+from jaxenc.layers.pooling import AttentionPooling, pooled_places
 from jaxenc.layers.resample import bicubic_taps, weighted_gather
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
@@ -58,6 +59,7 @@ class Vit:
         layer_scale: whether what a block adds is scaled.
         qkv_bias: whether queries, keys and values have a bias.
         final_norm: whether rows are normalised.
+        pooled: whether there is a head that makes one row of a picture; it comes before the others.
         first_row: tokens before the first that comes out: LLaVA leaves the class token away.
         skipped: further blocks that the checkpoint holds, which no row depends on.
         hidden: inner width of the projector; None where it has one layer.
@@ -78,6 +80,7 @@ class Vit:
     layer_scale: bool = False
     qkv_bias: bool = True
     final_norm: bool = False
+    pooled: bool = False
     first_row: int = 0
     skipped: int = 0
     hidden: int | None = None
@@ -168,8 +171,8 @@ class Vit:
         return 1
 
     def output_rows(self, item: VisionItem) -> int:
-        """Rows that come out: one a token, but for those left away."""
-        return self.prefix + len(item.patches) - self.first_row
+        """Rows that come out: one a token, but for those left away, and the head's before them."""
+        return self.pooled + self.prefix + len(item.patches) - self.first_row
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group; pictures of a fixed size count whole."""
@@ -185,6 +188,13 @@ class Vit:
             live=tuple(n * float(features + d) for n in items),
         )
         groups = [*self.transformer.work(items, windows=self.window is not None), stem]
+        if self.pooled:
+            # keys and values of the head, and the rest for one token a picture
+            extra = (tuple(4.0 * d * d * n + 8.0 * d * n for n in items), (4.0 * d * self.mlp,) * len(items))
+            groups[:2] = (
+                replace(group, flops=tuple(map(sum, zip(group.flops, more, strict=True))))
+                for group, more in zip(groups, extra, strict=False)
+            )
         if self.out is not None:
             kernels = self.embed * self.out if self.hidden is None else self.hidden * (self.embed + self.out)
             projector = GroupWork(
@@ -228,7 +238,8 @@ class Vit:
     ) -> Batch:
         """One batch: each token's patch, its position in the picture, and which tokens are of one picture."""
         b, n = budget.rows, budget.row
-        tokens, rows = Slots.empty(b, n), Slots.empty(b, n)
+        whole, shared = pooled_places(budget, self.unit) if self.pooled else (0, 0)
+        tokens, rows = Slots.empty(b, n), Slots.empty(b, whole + shared + n)
         arrays: dict[str, np.ndarray] = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
             "segments": np.zeros((b, n), np.int32),
@@ -250,7 +261,13 @@ class Vit:
                 arrays["tap_index"][at], arrays["tap_weight"][at] = index[position], weight[position]
             tokens.fill(place.row, place.offset, place.item, position)
             kept = position[position >= self.first_row]
-            rows.fill(place.row, place.offset + place.size - len(kept), place.item, kept - self.first_row)
+            first = whole + shared + place.offset + place.size - len(kept)
+            rows.fill(place.row, first, place.item, kept - self.first_row + self.pooled)
+            if self.pooled and place.offset < budget.length:
+                rows.fill(place.row, place.offset // self.unit, place.item, np.zeros(1, np.int32))
+            elif self.pooled:
+                row, turn = divmod((place.offset - budget.length) // budget.folds(self.window)[1], shared)
+                rows.fill(row, whole + turn, place.item, np.zeros(1, np.int32))
         arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         return Batch(arrays, tokens, rows)
 
@@ -268,6 +285,8 @@ class VisionTransformer(nnx.Module):
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
         self.final_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype) if c.final_norm else None
         self.projector = projector(c, dtype=dtype)
+        head = (c.embed, c.heads, c.head_dim, c.mlp)
+        self.head = AttentionPooling(*head, eps=c.eps, activation=c.activation, dtype=dtype) if c.pooled else None
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
@@ -280,7 +299,7 @@ class VisionTransformer(nnx.Module):
             capture: blocks whose outputs are wanted too.
 
         Returns:
-            Output rows, one a token, and the captured blocks' outputs.
+            Output rows, the head's and then one a token, and the captured blocks' outputs.
         """
         c, position = self.config, inputs["position"]
         dtype = self.patch_embed.kernel.dtype
@@ -297,13 +316,15 @@ class VisionTransformer(nnx.Module):
         x = shard(x.astype(dtype), "batch", "length", "embed")
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        x, captured = run_blocks(
-            self.layers, x, schedule=Schedule.of(inputs, window=c.window), shard=shard, capture=capture
-        )
+        schedule = Schedule.of(inputs, window=c.window)
+        x, captured = run_blocks(self.layers, x, schedule=schedule, shard=shard, capture=capture)
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.projector is None:
-            return shard(x, "batch", "length", "embed"), captured
+            x = shard(x, "batch", "length", "embed")
+            if self.head is not None:
+                x = jnp.concatenate([self.head(x, schedule=schedule, shard=shard), x], axis=1)
+            return x, captured
         x = shard(x, "batch", "projector_length", "projector_in")
         if isinstance(self.projector, MLP):
             x = self.projector(x, length="projector_length", shard=shard)

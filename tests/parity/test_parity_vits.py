@@ -65,6 +65,15 @@ MODELS = {
     "siglip": Model(
         "siglip", tiny.siglip, tiny.pictures(SIZES), "gelu_pytorch_tanh", (*SIGLIP_NORMS, "post_layernorm"), 1e-6, 1e-5
     ),
+    "siglip without head": Model(
+        "siglip",
+        partial(tiny.siglip, head=False),
+        tiny.pictures(SIZES),
+        "gelu_pytorch_tanh",
+        (*SIGLIP_NORMS, "post_layernorm"),
+        1e-6,
+        1e-5,
+    ),
     "paligemma": Model(
         "paligemma",
         tiny.paligemma,
@@ -219,7 +228,7 @@ def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((1, 3), {"attention": "pad", "mlp": "pad"}), ((2, 4), "tensor"), ((2, 4), "data")], ids=str
 )
-@pytest.mark.parametrize("subject", ["llava", "paligemma", "dinov2 giant"], indirect=True)
+@pytest.mark.parametrize("subject", ["llava", "siglip", "paligemma", "dinov2 giant"], indirect=True)
 def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
     mesh = jaxenc.make_mesh(data=shape[0], model=shape[1])
     encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
@@ -311,7 +320,7 @@ def test_llavas_projector_has_the_erf_gelu(subjects: Callable[[str], Subject]) -
 
 
 def test_siglips_rows_are_normalised_but_in_a_llava(subjects: Callable[[str], Subject]) -> None:
-    for name, normalised in (("siglip", True), ("paligemma", True), ("llava of siglip", False)):
+    for name, normalised in (("siglip without head", True), ("paligemma", True), ("llava of siglip", False)):
         subject = subjects(name)
         assert len(subject.rows[0]) == 16
         assert subject.encoder.config.final_norm == normalised
@@ -319,7 +328,29 @@ def test_siglips_rows_are_normalised_but_in_a_llava(subjects: Callable[[str], Su
     def without(model: nn.Module) -> None:
         model.post_layernorm = nn.Identity()
 
-    subjects("siglip").avoids(without)
+    subjects("siglip without head").avoids(without)
+
+
+def test_siglips_head_comes_before_its_patches(subjects: Callable[[str], Subject]) -> None:
+    head, patches = subjects("siglip"), subjects("siglip without head")
+    assert [len(rows) for rows in head.rows] == [17] * 3
+    assert_float32_equal([rows[1:] for rows in head.rows], patches.truth.rows)
+
+
+def test_siglips_head_adds_its_mlp_to_what_is_not_normalised(subjects: Callable[[str], Subject]) -> None:
+    siglip = subjects("siglip")
+
+    def mistake(model: nn.Module) -> None:
+        attention, mlp, norm = model.head.attention, model.head.mlp, model.head.layernorm
+
+        def pooled(x: torch.Tensor) -> torch.Tensor:
+            y = norm(attention(model.head.probe, x, x)[0])
+            return (y + mlp(y))[:, 0]
+
+        model.head.forward = pooled
+
+    mistaken = siglip.original.run(siglip.items, alter=mistake).rows
+    assert_avoided(*([rows[:1] for rows in encoded] for encoded in (siglip.rows, siglip.truth.rows, mistaken)))
 
 
 @pytest.mark.parametrize("subject", ["dinov2", "dinov2 giant"], indirect=True)

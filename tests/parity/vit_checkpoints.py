@@ -92,11 +92,14 @@ def llava(
     )
 
 
-def siglip(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
-    """A tiny SigLIP without its pooling head. Layouts: `original`. Configs: `original`, and `tower` alone."""
-    vision = {**sizes.config, "model_type": "siglip_vision_model", "vision_use_head": False}
+def siglip(
+    sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES, head: bool = True
+) -> Checkpoint:
+    """A tiny SigLIP, with its pooling head or not. Layouts: `original`. Configs: `original`, and `tower` alone."""
+    vision = {**sizes.config, "model_type": "siglip_vision_model"} | ({} if head else {"vision_use_head": False})
+    tower = _siglip_tower(sizes, seed, scales) | (_siglip_head(sizes, seed, scales) if head else {})
     return Checkpoint(
-        {"original": _prefixed("vision_model.", _siglip_tower(sizes, seed, scales))},
+        {"original": _prefixed("vision_model.", tower)},
         {"original": {"text_model.head.weight": _nan(8, 8), "logit_scale": _nan(1), "logit_bias": _nan(1)}},
         {"original": {"model_type": "siglip", "text_config": {}, "vision_config": vision}, "tower": vision},
     )
@@ -227,6 +230,18 @@ def _siglip_tower(sizes: VitSizes, seed: int, scales: Mapping[str, float]) -> Te
     make.tensor("embeddings.position_embedding.weight", ((sizes.image // sizes.patch) ** 2, d), scale=0.8)
     _clip_blocks(make, sizes)
     make.norm("post_layernorm", d)
+    return make.tensors
+
+
+def _siglip_head(sizes: VitSizes, seed: int, scales: Mapping[str, float]) -> Tensors:
+    make, d = _Maker(seed, scales), sizes.embed
+    make.tensor("head.probe", (1, 1, d), scale=1.7)
+    make.tensor("head.attention.in_proj_weight", (3 * d, d), scale=1.3 * (3 / d) ** 0.5)
+    make.tensor("head.attention.in_proj_bias", (3 * d,), scale=0.4)
+    make.linear("head.attention.out_proj", (d, d), gain=1.2)
+    make.norm("head.layernorm", d)
+    make.linear("head.mlp.fc1", (sizes.mlp, d), gain=1.3)
+    make.linear("head.mlp.fc2", (d, sizes.mlp), gain=1.2)
     return make.tensors
 
 

@@ -54,6 +54,12 @@ def _hidden(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return model(pixels).last_hidden_state
 
 
+def _pooled_and_hidden(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    out = model(pixels)
+    pooled = [] if out.pooler_output is None else [out.pooler_output[:, None]]
+    return torch.cat([*pooled, out.last_hidden_state], dim=1)
+
+
 class _Dinov2(Dinov2Model):
     """With positions resized in double where the model is."""
 
@@ -94,7 +100,7 @@ KINDS = {
         build=lambda config: SiglipVisionModel(SiglipVisionConfig(**config["vision_config"])),
         name=lambda name: name.removeprefix("vision_model."),
         tower=_itself,
-        rows=_hidden,
+        rows=_pooled_and_hidden,
     ),
     "paligemma": Kind(
         build=lambda config: PaliGemmaModel(PaliGemmaConfig(**config)),
