@@ -16,19 +16,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxenc
 from jaxenc.encoder import Encoder
 from jaxenc.layers.transformer import unrolled
-from jaxenc.models import kimi_k25, qwen3_omni_audio, whisper
+from jaxenc.models import clip, dinov2, kimi_k25, qwen3_omni_audio, siglip, whisper
 from jaxenc.packing import Budget
 
 # Wide enough that norms, activations and softmax, which are not counted as work, stay below 5 % of what is
 KIMI = replace(kimi_k25.Config(), layers=2, embed=512, mlp=2048, position_h=8, position_w=8, out=512)
 QWEN = replace(qwen3_omni_audio.Config(), layers=2, embed=640, mlp=2560, mel=32, channels=64, out=640)
 WHISPER = whisper.Config(2, 512, 8, 2048, positions=128)
+# projectors of two layers and of one; 64 patches and a class token, or 128 of a picture that need not be square
+LLAVA = replace(clip.VARIANTS["large-336"], layers=2, embed=512, heads=8, mlp=2048, image=112, hidden=512, out=512)
+PALIGEMMA = replace(siglip.VARIANTS["paligemma-224"], layers=2, embed=512, heads=8, mlp=2048, out=512)
+GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536, image=112)
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
 BUDGETS = {
     "kimi_k25": {"rows": Budget(256, 8), "length": Budget(0, 8, 128), "both": Budget(256, 8, 128)},
     "qwen3_omni_audio": {"rows": Budget(104, 8), "length": Budget(0, 8, 104), "both": Budget(104, 8, 104)},
     "whisper": {"rows": Budget(128, 8), "length": Budget(0, 8, 128), "both": Budget(128, 8, 128)},
+    "clip": {"rows": Budget(260, 8)},
+    "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
+    "dinov2": {"rows": Budget(128, 8), "both": Budget(128, 8, 128)},
 }
 
 MIXED = {"attention": "replicate", "mlp": "tensor"}
@@ -43,7 +50,7 @@ QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    odd = "" if config in (KIMI, QWEN, WHISPER) else "odd-"
+    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT) else "odd-"
     name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
@@ -65,6 +72,9 @@ CASES = [
         (ODD_QWEN, (2, 4), (PADDED_MLP,), ("rows", "length", "both")),
         (QWEN_18, (2, 4), (PADDED_HEADS,), ("both",)),
         (WHISPER, (2, 4), ("tensor", "data"), ("rows", "both")),
+        (LLAVA, (2, 4), ("tensor", "data"), ("rows",)),
+        (PALIGEMMA, (2, 4), ("tensor", "data"), ("both",)),
+        (GIANT, (2, 4), ("tensor",), ("rows", "both")),
     ]
     for strategy in strategies
     for layout in layouts
