@@ -269,6 +269,7 @@ def test_encoders_lists_every_family_with_its_heads():
         "whisper": "audio",
         "clip": "vision",
         "siglip": "vision",
+        "siglip2": "vision",
         "dinov2": "vision",
     }
     assert all(e.published for e in jaxenc.encoders())

@@ -183,6 +183,6 @@ def test_work_counts_three_products_of_a_gated_mlp():
     assert gated == 2 * 3 * 2 * 10 * 24 * 40
 
 
-def test_a_norm_over_all_heads_is_summed_over_devices_twice_a_layer_beside_the_output():
+def test_a_norm_over_all_heads_is_summed_over_devices_beside_the_output():
     (attention, _) = KINDS["head norm"].work((10,), windows=True)
-    assert attention.summed == (24, 1, 1)
+    assert attention.summed == (24, 2)

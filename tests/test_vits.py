@@ -5,7 +5,8 @@ import pytest
 
 import jaxenc
 from jaxenc import ConfigError, InputError
-from jaxenc.models import clip, dinov2, named_config, published_configs, siglip
+from jaxenc.models import clip, dinov2, named_config, published_configs, siglip, siglip2
+from jaxenc.preprocess.images import naflex_size
 
 # config.json as published, without what no tower depends on
 LLAVA = {
@@ -94,7 +95,7 @@ DINOV2_GIANT = DINOV2_SMALL | {
 }
 VARIANTS = [
     f"{family}:{variant}"
-    for family, module in (("clip", clip), ("siglip", siglip), ("dinov2", dinov2))
+    for family, module in (("clip", clip), ("siglip", siglip), ("siglip2", siglip2), ("dinov2", dinov2))
     for variant in module.VARIANTS
 ]
 
@@ -110,6 +111,7 @@ VARIANTS = [
         (SIGLIP_SO400M, "siglip"),
         (PALIGEMMA, "siglip:paligemma-224"),
         ({"model_type": "siglip", "vision_config": {"model_type": "siglip_vision_model"}}, "siglip:base"),
+        ({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, "siglip2:base"),
         (DINOV2_SMALL, "dinov2"),
         (DINOV2_GIANT, "dinov2:giant"),
     ],
@@ -139,6 +141,10 @@ def test_a_llava_of_siglip_is_siglips():
         (LLAVA | {"vision_feature_layer": 25}, "vision_feature_layer is 25"),
         (LLAVA | {"vision_feature_select_strategy": "cls_patch"}, "select_strategy is 'cls_patch'"),
         (LLAVA | {"projector_hidden_act": "tanh"}, "projector_hidden_act is 'tanh'; known are 'gelu'"),
+        (
+            {"model_type": "siglip2", "vision_config": {"num_patches": 250}},
+            "num_patches is 250; positions are a square",
+        ),
         (DINOV2_SMALL | {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         (DINOV2_SMALL | {"num_attention_heads": 5}, "384 is not a multiple of its 5 heads"),
         (DINOV2_SMALL | {"mlp_ratio": 0}, "mlp_ratio is 0"),
@@ -213,6 +219,32 @@ def test_pixels_are_those_of_the_published_processor(name, size):
     # what is beyond the last whole patch is not read (384 = 27 x 14 + 6)
     cut = expected[:, : h * p, : w * p].reshape(3, h, p, w, p).transpose(1, 3, 0, 2, 4).reshape(h * w, -1)
     np.testing.assert_allclose(item.patches, cut, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [(480, 640), (640, 427), (16, 16), (37, 501), (512, 512), (9, 3)], ids=str)
+def test_siglip2s_patches_are_those_of_the_published_processor(size):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    (item,) = named_config("siglip2").read("images", pixels, name="noise")
+    # otherwise three columns would be taken for channels
+    expected = Siglip2ImageProcessorPil()(pixels, return_tensors="np", input_data_format="channels_last")
+    assert item.grid == (1, *expected["spatial_shapes"][0])
+    np.testing.assert_allclose(item.patches, expected["pixel_values"][0, : len(item.patches)], atol=2e-6)
+
+
+@pytest.mark.parametrize("limit", [100, 256, 1024])
+def test_siglip2s_sizes_are_the_published_ones(limit):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.models.siglip2 import image_processing_pil_siglip2 as published
+
+    sizes = np.random.default_rng(1).integers(1, 3000, (200, 2)).tolist()
+    for height, width in [*sizes, (1, 1), (1, 4000), (4000, 1), (256, 256)]:
+        expected = published.get_image_size_for_max_num_patches(height, width, 16, limit)
+        assert naflex_size(height, width, patch=16, patch_limit=limit) == expected
 
 
 def processor(name, config):

@@ -73,6 +73,7 @@ def vit_entries(
     qkv_bias: bool = True,
     gated: bool = False,
     unit_axes: int = 0,
+    flat_patches: bool = False,
 ) -> tuple[Entry, ...]:
     """A tower's entries.
 
@@ -88,6 +89,7 @@ def vit_entries(
         qkv_bias: Whether queries, keys and values have one.
         gated: Whether the MLP is gated.
         unit_axes: Axes of size 1 before those of the position table, and of the class token one more.
+        flat_patches: Whether the layer that embeds patches is stored as a linear one, not as a convolution.
     """
     head_dim, block = embed // heads, prefix + names.block
     per_head, lead = (heads, head_dim), (1,) * unit_axes
@@ -95,7 +97,7 @@ def vit_entries(
         *linear(
             "patch_embed",
             prefix + names.patch_embed,
-            stored=(embed, 3, patch, patch),
+            stored=(embed, 3 * patch * patch) if flat_patches else (embed, 3, patch, patch),
             shape=(embed, 3 * patch * patch),
             bias=patch_bias,
         ),

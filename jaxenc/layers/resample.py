@@ -33,6 +33,25 @@ def bicubic_taps(size: int, source: int) -> tuple[Int[np.ndarray, "size 4"], Flo
     return np.clip(index, 0, source - 1), np.where(distance <= 1, near, far)
 
 
+def bilinear_weights(size: int, source: int) -> Float[np.ndarray, "size source"]:
+    """How much each of `size` points takes of each of `source` points.
+
+    This is `torch.nn.functional.interpolate(mode="bilinear", align_corners=False, antialias=True)`: a triangle on
+    half-pixel centres, as wide as a wanted point where there are fewer of them, cut at the border.
+
+    Args:
+        size: points wanted.
+        source: points there are.
+
+    Returns:
+        Weights (float64); each row sums to one.
+    """
+    scale = source / size
+    centre = (np.arange(size)[:, None] + 0.5) * scale - 0.5
+    weights = np.maximum(0, 1 - np.abs(np.arange(source) - centre) / max(scale, 1))
+    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
+
+
 def weighted_gather(
     table: Float[Array, "s d"], index: Int[Array, "*n taps"], weight: Float[Array, "*n taps"]
 ) -> Float[Array, "*n d"]:

@@ -95,7 +95,8 @@ class TransformerConfig:
             unit=unit,
             layers=c.layers,
             paddable=True,
-            summed=(c.embed, 1, 1) if c.head_norm else (c.embed,),
+            # the squares of queries and of keys are summed together: XLA makes one exchange of both
+            summed=(c.embed, 2) if c.head_norm else (c.embed,),
             shared=2 * width,
             live=tuple(n * (2.0 * c.embed + 4.0 * width) for n in tokens),
             pairs=2 * c.heads,

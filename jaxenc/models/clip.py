@@ -44,7 +44,6 @@ class Config(Vit):
     prefix: ClassVar[int] = 1
     patch_bias: ClassVar[bool] = False
     pre_norm: ClassVar[bool] = True
-    resampled: ClassVar[bool] = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":

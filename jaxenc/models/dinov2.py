@@ -7,7 +7,7 @@ processor does; items of other grids go in through `encode_items`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import dinov2 as keys
@@ -52,7 +52,7 @@ class Config(Vit):
     prefix: ClassVar[int] = 1
     patch_bias: ClassVar[bool] = True
     pre_norm: ClassVar[bool] = False
-    resampled: ClassVar[bool] = True
+    resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "bicubic"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":

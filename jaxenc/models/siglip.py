@@ -51,7 +51,6 @@ class Config(Vit):
     prefix: ClassVar[int] = 0
     patch_bias: ClassVar[bool] = True
     pre_norm: ClassVar[bool] = False
-    resampled: ClassVar[bool] = False
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":

@@ -7,13 +7,13 @@ these it has, reads its published configs and pictures, and names its keys.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Shaped
 
 from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
@@ -23,7 +23,7 @@ from jaxenc.layers.mlp import MLP, Activation
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.pooling import AttentionPooling, pooled_places
-from jaxenc.layers.resample import bicubic_taps, weighted_gather
+from jaxenc.layers.resample import bicubic_taps, bilinear_weights, weighted_gather
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
@@ -92,7 +92,8 @@ class Vit:
     prefix: ClassVar[int]  # class tokens before the patches: 1 or none
     patch_bias: ClassVar[bool]
     pre_norm: ClassVar[bool]  # before the blocks
-    resampled: ClassVar[bool]  # whether pictures have any size, and the position table is resized to theirs
+    # how the position table is resized to pictures of any size; "no" where all have the table's
+    resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "no"
 
     modality: ClassVar[str] = "vision"
     kinds: ClassVar[tuple[str, ...]] = ("images",)
@@ -101,6 +102,8 @@ class Vit:
         "position": ("batch", "stem_length"),
         "tap_index": ("batch", "stem_length", None),
         "tap_weight": ("batch", "stem_length", None),
+        "row_weight": ("batch", "stem_length", None),
+        "column_weight": ("batch", "stem_length", None),
         **SCHEDULE_AXES,
     }
 
@@ -117,7 +120,7 @@ class Vit:
     @property
     def window(self) -> int | None:
         """Tokens that attend to each other, where that is always the same number: a picture's."""
-        return None if self.resampled else self.positions
+        return self.positions if self.resized == "no" else None
 
     @property
     def unit(self) -> int:
@@ -183,7 +186,7 @@ class Vit:
             "stem",
             None,
             "stem_length",
-            tuple(2.0 * features * d * n for n in items),
+            tuple(2.0 * (features + (self.side**2 if self.resized == "bilinear" else 0)) * d * n for n in items),
             returned=d,
             live=tuple(n * float(features + d) for n in items),
         )
@@ -230,7 +233,7 @@ class Vit:
             raise InputError(f"{item.name}: a patch has {item.patches.shape[1]} values, expected {3 * self.patch**2}")
         if item.grid[0] != 1:
             raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads single pictures")
-        if not self.resampled and item.grid != (1, self.side, self.side):
+        if self.resized == "no" and item.grid != (1, self.side, self.side):
             raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads (1, {self.side}, {self.side})")
 
     def layout(
@@ -245,9 +248,8 @@ class Vit:
             "segments": np.zeros((b, n), np.int32),
             "position": np.zeros((b, n), np.int32),
         }
-        if self.resampled:
-            arrays["tap_index"] = np.zeros((b, n, 16), np.int32)
-            arrays["tap_weight"] = np.zeros((b, n, 16), np.float32)
+        for name, like in self.resampling((1, 1, 1)).items():
+            arrays[name] = np.zeros((b, n, like.shape[1]), like.dtype)
         for segment, place in packing.segments(placed):
             item = items[place.item]
             at = (place.row, slice(place.offset, place.offset + place.size))
@@ -256,9 +258,8 @@ class Vit:
             arrays["patches"][at][place.size - len(patches) :] = patches
             arrays["segments"][at] = segment
             arrays["position"][at] = position
-            if self.resampled:
-                index, weight = resampled_positions(item.grid[1], item.grid[2], side=self.side, prefix=self.prefix)
-                arrays["tap_index"][at], arrays["tap_weight"][at] = index[position], weight[position]
+            for name, values in self.resampling(item.grid).items():
+                arrays[name][at] = values[position]
             tokens.fill(place.row, place.offset, place.item, position)
             kept = position[position >= self.first_row]
             first = whole + shared + place.offset + place.size - len(kept)
@@ -270,6 +271,14 @@ class Vit:
                 rows.fill(row, whole + turn, place.item, np.zeros(1, np.int32))
         arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         return Batch(arrays, tokens, rows)
+
+    def resampling(self, grid: tuple[int, int, int]) -> Mapping[str, Shaped[np.ndarray, "n taps"]]:
+        """What each token of a picture takes of the position table, where that is resized."""
+        if self.resized == "bicubic":
+            return bicubic_positions(grid[1], grid[2], side=self.side, prefix=self.prefix)
+        if self.resized == "bilinear":
+            return bilinear_positions(grid[1], grid[2], side=self.side)
+        return {}
 
 
 class VisionTransformer(nnx.Module):
@@ -311,6 +320,10 @@ class VisionTransformer(nnx.Module):
         table = self.position_embed[...]
         if "tap_index" in inputs:
             x = x + weighted_gather(table, inputs["tap_index"], inputs["tap_weight"])
+        elif "row_weight" in inputs:
+            weight = inputs["row_weight"][..., :, None] * inputs["column_weight"][..., None, :]
+            weight = weight.reshape(*position.shape, -1)
+            x = x + jnp.matmul(weight, table.astype(jnp.float32), precision="highest")
         else:
             x = x + table[position]
         x = shard(x.astype(dtype), "batch", "length", "embed")
@@ -351,10 +364,8 @@ def projector(config: Vit, *, dtype: DTypeLike) -> MLP | Linear | None:
 
 
 @lru_cache(maxsize=64)  # every row that has a share of an item asks for it
-def resampled_positions(
-    height: int, width: int, *, side: int, prefix: int
-) -> tuple[Int[np.ndarray, "n 16"], Float[np.ndarray, "n 16"]]:
-    """Where each token of a picture reads the position table, and with what weight.
+def bicubic_positions(height: int, width: int, *, side: int, prefix: int) -> Mapping[str, Shaped[np.ndarray, "n 16"]]:
+    """Which 16 rows of the position table each token of a picture reads, and with what weight.
 
     Args:
         height: patches of the picture.
@@ -367,7 +378,20 @@ def resampled_positions(
     index = np.broadcast_to(index_y[:, None, :, None] * side + index_x[None, :, None, :], shape).reshape(-1, 16)
     weight = (weight_y[:, None, :, None] * weight_x[None, :, None, :]).reshape(-1, 16)
     own = np.repeat(np.arange(prefix)[:, None], 16, axis=1), np.tile(np.eye(1, 16), (prefix, 1))
-    return np.concatenate([own[0], prefix + index]), np.concatenate([own[1], weight])
+    return {
+        "tap_index": np.concatenate([own[0], prefix + index]).astype(np.int32),
+        "tap_weight": np.concatenate([own[1], weight]).astype(np.float32),
+    }
+
+
+@lru_cache(maxsize=64)
+def bilinear_positions(height: int, width: int, *, side: int) -> Mapping[str, Float[np.ndarray, "n side"]]:
+    """How much each token of a picture takes of each row of the square of positions, and of each column."""
+    y, x = np.divmod(np.arange(height * width), width)
+    return {
+        "row_weight": bilinear_weights(height, side)[y].astype(np.float32),
+        "column_weight": bilinear_weights(width, side)[x].astype(np.float32),
+    }
 
 
 # --- published configs

@@ -183,6 +183,36 @@ def fit_square(
     return image[top : top + side, left : left + side]
 
 
+def naflex_size(height: int, width: int, *, patch: int, patch_limit: int) -> tuple[int, int]:
+    """The size in whole patches nearest to an image's shape, of at most so many of them (SigLIP 2's NaFlex).
+
+    Args:
+        height: pixels.
+        width: pixels.
+        patch: a patch's side in pixels.
+        patch_limit: patches the resized image may have.
+
+    Returns:
+        (height, width) in pixels; images are scaled up as well as down.
+    """
+
+    def scaled(scale: float) -> tuple[int, int]:
+        rows, columns = (max(1, math.ceil(size * scale / patch)) for size in (height, width))
+        return rows * patch, columns * patch
+
+    # the published search, step by step: where it stops decides between neighbouring sizes
+    tolerance = 1e-5
+    low, high = tolerance / 10, 100.0
+    while high - low >= tolerance:
+        middle = (low + high) / 2
+        rows, columns = scaled(middle)
+        if (rows // patch) * (columns // patch) <= patch_limit:
+            low = middle
+        else:
+            high = middle
+    return scaled(low)
+
+
 def pad_right_bottom(
     image: UInt8[np.ndarray, "height width 3"], height: int, width: int
 ) -> UInt8[np.ndarray, "new_height new_width 3"]:
@@ -264,3 +294,30 @@ def picture_item(
     h, w = pixels.shape[0] // patch, pixels.shape[1] // patch
     whole = normalise(pixels[None, : h * patch, : w * patch], mean=mean, std=std)
     return VisionItem(patchify(whole, patch=patch), (1, h, w), name=name)
+
+
+def naflex_item(
+    pixels: UInt8[np.ndarray, "height width 3"],
+    *,
+    patch: int,
+    patch_limit: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    name: str = "",
+) -> VisionItem:
+    """The item of one picture as SigLIP 2 reads it: resized by `naflex_size`, with patches of (ph, pw, c) features.
+
+    Args:
+        pixels: uint8 RGB.
+        patch: a patch's side in pixels.
+        patch_limit: patches the item may have.
+        mean: per channel, of values in [0, 1].
+        std: per channel.
+        name: the item's.
+    """
+    height, width = naflex_size(*pixels.shape[:2], patch=patch, patch_limit=patch_limit)
+    pil: Any = require("PIL.Image")
+    resized = np.asarray(pil.fromarray(pixels).resize((width, height), pil.Resampling.BILINEAR))
+    item = picture_item(resized, patch=patch, mean=mean, std=std, name=name)
+    last = item.patches.reshape(-1, 3, patch * patch).swapaxes(1, 2).reshape(len(item.patches), -1)
+    return VisionItem(last, item.grid, name=name)

@@ -92,6 +92,15 @@ MODELS = {
         1e-6,
         1e-5,
     ),
+    "siglip2": Model(
+        "siglip2",
+        tiny.siglip2,
+        tiny.pictures_of(GRIDS, patch=14),
+        "gelu_pytorch_tanh",
+        (*SIGLIP_NORMS, "post_layernorm"),
+        1e-6,
+        1e-5,
+    ),
     "dinov2": Model("dinov2", tiny.dinov2, DINOV2_PICTURES, "gelu", DINOV2_NORMS, 1e-6, 1e-5),
     "dinov2 giant": Model(
         "dinov2", partial(tiny.dinov2, gated=True), DINOV2_PICTURES, "silu", DINOV2_NORMS, 1e-6, 1e-5
@@ -392,6 +401,26 @@ def test_dinov2_resizes_positions_with_torchs_bicubic(subjects: Callable[[str], 
 
     # antialiasing only matters where the table shrinks: 2 x 4 and 7 x 3
     subjects("dinov2").avoids(mistake, on=slice(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("mode", "antialias", "on"),
+    # without antialiasing only a table that shrinks is another: 2 x 4 and 7 x 3
+    [("bilinear", False, slice(1, 3)), ("bicubic", True, slice(1, 4))],
+    ids=["not antialiased", "bicubic"],
+)
+def test_siglip2_resizes_positions_bilinearly_and_antialiased(
+    subjects: Callable[[str], Subject], mode: str, antialias: bool, on: slice
+) -> None:
+    def mistake(model: nn.Module) -> None:
+        def resized(table: torch.Tensor, shapes: torch.Tensor, max_length: int) -> torch.Tensor:
+            image = table.permute(2, 0, 1)[None]
+            image = nn.functional.interpolate(image, size=tuple(shapes[0]), mode=mode, antialias=antialias)
+            return image[0].flatten(1).T[None]
+
+        model.embeddings.resize_positional_embeddings = resized
+
+    subjects("siglip2").avoids(mistake, on=on)
 
 
 def test_positions_of_dinov2s_own_grid_are_added_as_they_are(subjects: Callable[[str], Subject]) -> None:

@@ -105,6 +105,23 @@ def siglip(
     )
 
 
+def siglip2(
+    sizes: VitSizes = VitSizes(image=70), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES
+) -> Checkpoint:
+    """A tiny SigLIP 2 of variable resolution. Layouts: `original`. Configs: `original`, and `tower` alone."""
+    tower = _siglip_tower(sizes, seed, scales)
+    tower["embeddings.patch_embedding.weight"] = tower["embeddings.patch_embedding.weight"].reshape(sizes.embed, -1)
+    vision: dict[str, object] = {**sizes.config, "model_type": "siglip2_vision_model", "vision_use_head": False}
+    del vision["image_size"]  # there is none in SigLIP 2's
+    vision["num_patches"] = (sizes.image // sizes.patch) ** 2
+    head = {"vision_model.head.probe": _nan(1, 1, sizes.embed)}
+    return Checkpoint(
+        {"original": _prefixed("vision_model.", tower)},
+        {"original": {"text_model.head.weight": _nan(8, 8), "logit_scale": _nan(1), **head}},
+        {"original": {"model_type": "siglip2", "text_config": {}, "vision_config": vision}, "tower": vision},
+    )
+
+
 def paligemma(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
     """A tiny PaliGemma. Layouts: `original`, and `transformers`, as transformers 5 names them in memory."""
     make, names = _Maker(seed, scales), _siglip_tower(sizes, seed, scales)

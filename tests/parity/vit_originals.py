@@ -11,13 +11,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
-from transformers import CLIPVisionConfig, Dinov2Config, LlavaConfig, PaliGemmaConfig, SiglipVisionConfig
+from transformers import (
+    CLIPVisionConfig,
+    Dinov2Config,
+    LlavaConfig,
+    PaliGemmaConfig,
+    Siglip2VisionConfig,
+    SiglipVisionConfig,
+)
 from transformers.models.clip.modeling_clip import CLIPVisionModel
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings, Dinov2Model
 from transformers.models.llava.modeling_llava import LlavaModel
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaModel
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings, Siglip2VisionModel
 
 from tests.parity.checkpoints import Checkpoint, Config, Tensors
 from tests.parity.references import Dtype, Encoded, _recorded, resample_bicubic
@@ -36,6 +45,7 @@ class Kind:
         tower: the part of the module that encodes pictures.
         rows: (module, pixels) -> rows of each picture.
         layout: of the checkpoint, whose names are nearest to the module's.
+        patches: whether it takes patches [1, rows, columns, features] for pixels.
     """
 
     build: Callable[[Config], nn.Module]
@@ -43,6 +53,7 @@ class Kind:
     tower: Callable[[nn.Module], nn.Module]
     rows: Callable[[nn.Module, torch.Tensor], Sequence[torch.Tensor]]
     layout: str = "original"
+    patches: bool = False
 
 
 def _features(model: nn.Module, pixels: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -78,6 +89,21 @@ class _Dinov2Embeddings(Dinov2Embeddings):
         return torch.cat([table[:, :1], patches[None]], dim=1)
 
 
+class _Siglip2(Siglip2VisionModel):
+    """With positions resized in double where the model is."""
+
+    def __init__(self, config: Siglip2VisionConfig):
+        super().__init__(config)
+        self.embeddings.resize_positional_embeddings = self.resized
+
+    def resized(self, table: torch.Tensor, shapes: torch.Tensor, max_length: int) -> torch.Tensor:
+        if table.dtype != torch.float64:
+            return Siglip2VisionEmbeddings.resize_positional_embeddings(table, shapes, max_length)
+        image = table.permute(2, 0, 1)[None]
+        image = F.interpolate(image, size=tuple(shapes[0]), mode="bilinear", align_corners=False, antialias=True)
+        return image[0].flatten(1).T[None]
+
+
 def _itself(model: nn.Module) -> nn.Module:
     return model
 
@@ -101,6 +127,19 @@ KINDS = {
         name=lambda name: name.removeprefix("vision_model."),
         tower=_itself,
         rows=_pooled_and_hidden,
+    ),
+    "siglip2": Kind(
+        build=lambda config: _Siglip2(Siglip2VisionConfig(**config["vision_config"])),
+        name=lambda name: name.removeprefix("vision_model."),
+        tower=_itself,
+        rows=lambda model, patches: (
+            model(
+                patches.flatten(1, 2),
+                torch.ones(1, patches.shape[1] * patches.shape[2]),
+                torch.tensor([patches.shape[1:3]]),
+            ).last_hidden_state
+        ),
+        patches=True,
     ),
     "paligemma": Kind(
         build=lambda config: PaliGemmaModel(PaliGemmaConfig(**config)),
@@ -142,7 +181,7 @@ class Original:
         blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
         for patches, grid in items:
             with torch.no_grad(), _recorded(blocks) as states:
-                (encoded,) = self.kind.rows(model, pixels_of(patches, grid).to(getattr(torch, dtype)))
+                (encoded,) = self.kind.rows(model, self.given(patches, grid).to(getattr(torch, dtype)))
             rows.append(encoded.double().numpy())
             hidden.append(np.stack([state[0].double().numpy() for state in states]))
         return Encoded(rows, hidden)
@@ -154,12 +193,16 @@ class Original:
             parameter.requires_grad_(True)
         loss = torch.zeros((), dtype=torch.float64)
         for (patches, grid), weight in zip(items, weights, strict=True):
-            (rows,) = self.kind.rows(model, pixels_of(patches, grid).double())
+            (rows,) = self.kind.rows(model, self.given(patches, grid).double())
             loss = loss + (rows * torch.from_numpy(weight)).sum()
         loss.backward()
         slopes = {name: parameter.grad for name, parameter in model.named_parameters()}
         named = {name: slopes[self.kind.name(name)] for name in self.tensors}
         return {name: slope.numpy() for name, slope in named.items() if slope is not None}
+
+    def given(self, patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
+        """What the module takes of a picture."""
+        return torch.from_numpy(patches).reshape(*grid, -1) if self.kind.patches else pixels_of(patches, grid)
 
     def model(self, dtype: Dtype) -> nn.Module:
         """The module with the checkpoint's weights, strictly loaded but for the language model."""
