@@ -5,6 +5,7 @@ up are apart.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from checkpoints_convert.mapping import Mapping
 from checkpoints_convert.mappings.vit import Names, vit_entries
@@ -27,20 +28,13 @@ _PUBLISHED = Names(
 )
 
 
-def mappings(
-    *, layers: int, embed: int, heads: int, mlp: int, patch: int, positions: int, gated: bool, qkv_bias: bool
-) -> dict[str, Mapping]:
+def mappings(*, layers: int, gated: bool, **sizes: Any) -> dict[str, Mapping]:
     """The two layouts.
 
     Args:
         layers: Number of blocks.
-        embed: Width of the tower.
-        heads: Attention heads; the head dimension is embed / heads.
-        mlp: Inner width of the blocks' MLP.
-        patch: Side of a patch [pixels].
-        positions: Rows of the position table, the class token's first.
         gated: Whether the MLP is a gated one, as the giant's.
-        qkv_bias: Whether queries, keys and values have a bias.
+        **sizes: See `vit_entries`.
 
     Returns:
         {"original": ..., "transformers": ...}
@@ -62,18 +56,7 @@ def mappings(
         return Mapping(
             "dinov2",
             layout,
-            entries=vit_entries(
-                prefix,
-                names,
-                embed=embed,
-                heads=heads,
-                mlp=mlp,
-                patch=patch,
-                positions=positions,
-                gated=gated,
-                qkv_bias=qkv_bias,
-                unit_axes=1,
-            ),
+            entries=vit_entries(prefix, names, **sizes, gated=gated, unit_axes=1),
             prefixes=(prefix,),
             layers=layers,
             # it stands for patches that pretraining hides

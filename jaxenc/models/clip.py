@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import clip as keys
 from jaxenc.items import VisionItem
-from jaxenc.models.vit import Vit, as_in_llava, tower_sizes
+from jaxenc.models.vit import PROJECTED, Vit, as_in_llava, tower_sizes
 from jaxenc.preprocess.images import fit_square, load_image, picture_item
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -57,7 +57,7 @@ class Config(Vit):
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(**self.llava_sizes())
+        return keys.mappings(**self.sizes(*PROJECTED))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
         """The item of one picture: its shorter side brought to the tower's size, and the middle of the longer taken."""

@@ -72,16 +72,7 @@ class Config(Vit):
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            positions=self.positions,
-            gated=self.gated,
-            qkv_bias=self.qkv_bias,
-        )
+        return keys.mappings(**self.sizes("gated", "qkv_bias"))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
         """The item of one picture: its shorter side brought to 256 pixels, and 224 x 224 taken from the middle."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import siglip as keys
 from jaxenc.items import VisionItem
-from jaxenc.models.vit import Vit, as_in_llava, tower_sizes
+from jaxenc.models.vit import PROJECTED, Vit, as_in_llava, tower_sizes
 from jaxenc.preprocess.images import fit_square, load_image, picture_item
 
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -68,7 +68,7 @@ class Config(Vit):
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(**self.llava_sizes(), final_norm=self.final_norm, pooled=self.pooled)
+        return keys.mappings(**self.sizes(*PROJECTED, "final_norm", "pooled"))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
         """The item of one picture, resized to the tower's square whatever its shape."""

@@ -64,14 +64,7 @@ class Config(Vit):
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            positions=self.positions,
-        )
+        return keys.mappings(**self.sizes())
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
         """The item of one picture, resized to at most 256 patches of its own shape."""

@@ -39,6 +39,8 @@ KEYS: Mapping[str, Keys] = {
     "patch": ("patch_size",),
     "image": ("image_size",),
 }
+TOWER = ("layers", "embed", "heads", "mlp", "patch", "positions")
+PROJECTED = ("skipped", "hidden", "out", "projector_bias")
 LLAMA_WIDTH = 4096  # what a text_config means that leaves its hidden_size out, as LLaVA-1.5-7B's does
 
 
@@ -158,10 +160,9 @@ class Vit:
         """The module."""
         return VisionTransformer(self, dtype=dtype)
 
-    def llava_sizes(self) -> dict[str, Any]:
-        """What the key names of a tower with its projector depend on."""
-        names = ("layers", "skipped", "embed", "heads", "mlp", "patch", "positions", "hidden", "out", "projector_bias")
-        return {name: getattr(self, name) for name in names}
+    def sizes(self, *more: str) -> dict[str, Any]:
+        """What the tensors of a tower depend on, and `more` of what those of a family do."""
+        return {name: getattr(self, name) for name in (*TOWER, *more)}
 
     # --- how much there is
 
