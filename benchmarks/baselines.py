@@ -19,7 +19,3 @@ def greedy(tokens: Sequence[int], devices: int) -> tuple[list[int], list[int], l
         loads[device] += tokens[item]
     return [item for items in assigned for item in items], [len(items) for items in assigned], loads
 
-
-def padded(tokens: Sequence[int], devices: int) -> int:
-    """Tokens computed where every item is padded to the largest, and every device has as many items."""
-    return max(tokens) * devices * -(-len(tokens) // devices)

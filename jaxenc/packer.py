@@ -386,10 +386,12 @@ class _Rows:
         self.free = [[budget.length] * (budget.rows // parts) for _ in range(parts)]
         self.loads, self.tokens = [0.0] * parts, [0] * parts
         self._idlest = [(0.0, part) for part in range(parts)]  # a heap, without those that have no room for anything
-        self._smallest = smallest
+        self._smallest, self._refused = smallest, budget.length + 1
 
     def put(self, one: _Bin) -> int | None:
         """Puts a bin on the device with least to do that has room, and returns its row there, the emptiest."""
+        if one.size >= self._refused:
+            return None
         passed: list[tuple[float, int]] = []
         row = None
         while self._idlest and row is None:
@@ -408,6 +410,8 @@ class _Rows:
                 heapq.heappop(self._idlest)
         for entry in passed:
             heapq.heappush(self._idlest, entry)
+        if row is None:
+            self._refused = one.size
         return row
 
 
