@@ -23,10 +23,13 @@ import checkpoints_convert
 from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
+from jaxenc.ladder import full_work, ladder_of
 from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import EncoderConfig, abstract_module
+from jaxenc.packer import pack
 from jaxenc.packing import Batch, Budget
 from sharding_rules import Batching, Plan, Workload
+from sharding_rules.costs import Cost
 
 logger = logging.getLogger("jaxenc")
 
@@ -59,8 +62,6 @@ class Encoder:
         plan: where every axis went, and why.
         params: nested dict of arrays.
         dtype: of parameters and products.
-        budgets: shapes that batches can have.
-        costs: budget -> what its program is predicted to cost: FLOPs, memory, traffic, seconds.
         compiled: budget -> its program, so far as there was need of it.
     """
 
@@ -95,14 +96,23 @@ class Encoder:
         self.precision = precision
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
-        self.budgets = self._ladder(budgets)
-        self.costs = {budget: self.plan.predict(*self._full(budget)) for budget in self.budgets}
+        self._ladder = ladder_of(config, plan, budgets)
         self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
     def __repr__(self) -> str:
         """Name, dtype and layout in a line."""
         return f"Encoder({self.plan.encoder}, {self.dtype.name}, {self.plan.strategy} on {dict(self.plan.mesh.shape)})"
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Shapes that batches have so far: long calls, and items longer than all of them, may add some, up to eight."""
+        return self._ladder.budgets
+
+    @property
+    def costs(self) -> Mapping[Budget, Cost]:
+        """What the program of each budget is predicted to cost: FLOPs, memory, traffic, seconds."""
+        return {budget: self.plan.predict(*self._full(budget)) for budget in self.budgets}
 
     # --- files and arrays in, rows out
 
@@ -191,10 +201,10 @@ class Encoder:
         if not items:
             raise InputError("pack: there are no items")
         self._checked([[item] for item in items], "raise")
-        batches = list(self._batches(items, layout))
+        batches = list(self._batches(items, layout, together=True))
         if len(batches) != 1:
             tokens = sum(sum(self.config.pieces(item)) for item in items)
-            largest = max(self.budgets, key=lambda budget: budget.tokens)
+            largest = self._ladder.largest
             raise InputError(
                 f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is "
                 f"{largest.rows} rows of {largest.row} tokens. Pack fewer, use encode_items, or load with budgets="
@@ -265,10 +275,9 @@ class Encoder:
             unflatten_dict(placed, sep="/"),
             dtype=self.dtype,
             precision=self.precision,
-            budgets=self.budgets,
             provenance={**self.provenance, "changed": True},
         )
-        other.compiled = self.compiled
+        other.compiled, other._ladder = self.compiled, self._ladder
         return other
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -281,45 +290,8 @@ class Encoder:
 
     # --- private
 
-    def _ladder(self, given: Sequence[Budget] | None) -> tuple[Budget, ...]:
-        config, rows, parts = self.config, self.plan.rows_parts, self.plan.length_parts
-        if given is None:
-            return packing.budgets(
-                config.lengths(),
-                partial(config.token_axes, parts=parts),
-                rows=rows,
-                parts=parts,
-                window=config.window,
-                unit=config.unit,
-            )
-        for budget in given:
-            axes = config.token_axes(budget, parts)
-            share = packing.spread_unit(config.window, rows=budget.rows, unit=config.unit)
-            if (
-                budget.rows % rows
-                or budget.length % config.unit
-                or budget.spread % share
-                or not packing.divides(axes, parts)
-            ):
-                shared = ", ".join(f"{axis} {axes[axis]} over {n}" for axis, n in parts.items() if n > 1)
-                raise ValueError(
-                    f"{budget} does not divide on this plan: rows must be a multiple of {rows}, the length of "
-                    f"{config.unit}, spread of {share}{shared and ', and of what divides ' + shared}"
-                )
-        return tuple(sorted(given))
-
     def _full(self, budget: Budget) -> tuple[Workload, Batching]:
-        """The work of a budget's program, whatever is in it, and how it lies."""
-        rows, parts = budget.rows, self.plan.rows_parts
-        whole = self.config.workload((budget.length,)).tokens if budget.length else ()
-        items = (budget.length,) * (rows if whole else 0) + ((rows * budget.spread,) if budget.spread else ())
-        workload = self.config.workload(items)
-        share = len(whole) * rows // parts  # of the pieces that lie in rows
-        batching = Batching(
-            tuple(tuple(range(part * share, (part + 1) * share)) for part in range(parts)),
-            tuple(range(parts * share, len(workload.tokens))),
-        )
-        return workload, batching
+        return full_work(self.config, self.plan, budget)
 
     def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
         given = {kind: sources for kind, sources in kinds.items() if sources is not None}
@@ -384,14 +356,17 @@ class Encoder:
             out.append(rows_of if rows_of is None or out_sharding is None else jax.device_put(rows_of, out_sharding))
         return out
 
-    def _batches(self, items: Sequence[Item], layout: BatchLayout) -> Iterable[tuple[Budget, Batch]]:
-        packed = packing.pack(
+    def _batches(
+        self, items: Sequence[Item], layout: BatchLayout, *, together: bool = False
+    ) -> Iterable[tuple[Budget, Batch]]:
+        packed = pack(
             list(map(self.config.pieces, items)),
-            {budget: cost.seconds for budget, cost in self.costs.items()},
+            self._ladder,
             window=self.config.window,
             units=list(map(self.config.item_unit, items)),
             names=[item.name or f"item {i}" for i, item in enumerate(items)],
             layout=layout,
+            together=together,
         )
         for budget, placed in packed:
             yield budget, self.config.layout(items, placed, budget, self._parts)

@@ -75,7 +75,7 @@ class EncoderConfig(Protocol):
         """What encoding items of so many tokens costs, group by group."""
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for, ascending."""
+        """Row lengths to choose from, ascending; the last but one holds the largest item, the last several."""
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget, where each axis is divided over so many devices."""

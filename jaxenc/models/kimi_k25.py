@@ -218,8 +218,8 @@ class Config:
         return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
-        return (256, 512, 1024, 2048, 4096, 8192, 16384, 20480)
+        """Row lengths to choose from. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
+        return (256, 1024, 4096, 8192, 17_920, 65_536)
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget."""
