@@ -99,7 +99,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # one handler, on stderr: stdout belongs to the result
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.addFilter(lambda record: not record.name.startswith(_silenced(arguments)))
     level = logging.ERROR if "--quiet" in arguments else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
@@ -120,6 +120,14 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         first, *rest = (line.strip() for line in str(error).splitlines() or [type(error).__name__])
         typer.echo("\n  ".join([f"error: {first}", *rest]), err=True)
         return 1
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what stderr is at the time: a progress bar takes its place, and moves lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ class Packer:
         """As `packing.pack`."""
         self._how: dict[str, Any] = {"ladder": ladder, "window": window, "layout": layout}
         self._pieces: dict[tuple[int, int], tuple[int, int, str]] = {}
+        self.waiting = 0  # tokens
         list(self._pack([]))  # refuses an unknown layout
         self.enough = max(budget.tokens for budget in ladder if budget.holds(layout))
 
@@ -24,12 +25,8 @@ class Packer:
     def add(self, item: int, pieces: Sequence[int], *, unit: int, name: str) -> None:
         """Raises InputError where a piece is too long for any budget."""
         next(self._pack([(max(pieces), unit, name)]))
-        self._pieces |= {(item, i): (size, unit, name) for i, size in enumerate(pieces)}
-
-    @property
-    def waiting(self) -> int:
-        """Tokens."""
-        return sum(size for size, _, _ in self._pieces.values())
+        self._pieces.update({(item, i): (size, unit, name) for i, size in enumerate(pieces)})
+        self.waiting += sum(pieces)
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
@@ -39,6 +36,7 @@ class Packer:
         keys = list(self._pieces)
         for budget, placed in self._pack(list(self._pieces.values())):
             if any(place.item == 0 for place in placed):
+                self.waiting -= sum(place.size for place in placed)
                 taken = {keys[place.item] for place in placed}
                 self._pieces = {key: piece for key, piece in self._pieces.items() if key not in taken}
                 return budget, [replace(p, item=keys[p.item][0], piece=keys[p.item][1]) for p in placed]

@@ -6,10 +6,12 @@ runs of a few items, so that it is never held in full.
 
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -47,7 +49,7 @@ def read_ahead(
     read: Callable[[int, Any], Iterator[T]],
     *,
     size: Callable[[T], int] = lambda item: 0,
-    limit: int = 1,
+    limit: int = sys.maxsize,
 ) -> Generator[Run[T], None, None]:
     """Reads sources in threads, at most `AHEAD` of them before they are asked for.
 
@@ -55,21 +57,22 @@ def read_ahead(
         sources: whatever `read` takes; its own exception, if it raises one, comes as a run in its place.
         read: position and source -> its items, in a thread, as they are wanted.
         size: of an item.
-        limit: a run ends when its items have this size, and no source is begun while the runs that wait have it.
+        limit: what waits stays near this size. No source is begun while there is so much; the first one is read up to
+            it, and those behind it, which all together may be many long videos, up to their share of it.
 
     Yields:
         The runs of one source after those of the source before.
     """
     stopped = threading.Event()
 
-    def take(items: Iterator[T]) -> Run[T]:
+    def take(items: Iterator[T], enough: int) -> Run[T]:
         taken: list[T] = []
         total = 0
         try:
-            for item in items:
+            for item in () if stopped.is_set() else items:
                 taken.append(item)
                 total += size(item)
-                if total >= limit or stopped.is_set():
+                if total >= enough or stopped.is_set():
                     return Run(taken, total, rest=items)
         except InputError as error:
             return Run(taken, total, error=error)
@@ -84,7 +87,7 @@ def read_ahead(
         while True:
             while more and len(pending) < AHEAD and sum(f.result().size for f in pending if f.done()) < limit:
                 try:
-                    pending.append(pool.submit(take, read(*next(numbered))))
+                    pending.append(pool.submit(take, read(*next(numbered)), limit // AHEAD))
                 except StopIteration:
                     more = False
                 except Exception as error:
@@ -95,28 +98,28 @@ def read_ahead(
                 return
             run = pending.popleft().result()
             if run.rest is not None:
-                pending.appendleft(pool.submit(take, run.rest))
+                pending.appendleft(pool.submit(take, run.rest, limit))
             yield run
     finally:
-        # threads end after the item they are at; to wait for it would hold up Ctrl-C
+        # threads end after the item they are at; to wait for it would hold up Ctrl-C. What they have not begun finds
+        # itself stopped: cancel_futures=True fails noisily where a stream is left alone until the interpreter ends
         stopped.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False)
 
 
-def read_all(runs: Iterable[Run[T]], on_error: OnError) -> Iterator[list[T] | None]:
+def read_all(runs: Generator[Run[T], None, None], on_error: OnError) -> Iterator[list[T] | None]:
     """All items of each source; None for a bad one that is skipped."""
     items: list[T] = []
-    for run in runs:
-        if error := run.stop or (run.error if on_error == "raise" else None):
-            raise error
-        items += run.items
-        if run.error:
-            log_skipped(run.error)
-            yield None
-        elif run.rest is None:
-            yield items
-        if run.rest is None:
-            items = []
+    with closing(runs):
+        for run in runs:
+            if error := run.stop or (run.error if on_error == "raise" else None):
+                raise error
+            items += run.items
+            if run.error:
+                log_skipped(run.error)
+            if run.rest is None:
+                yield None if run.error else items
+                items = []
 
 
 def log_skipped(error: InputError) -> None:
