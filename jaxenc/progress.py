@@ -1,6 +1,7 @@
 """A progress bar for a person at a terminal."""
 
-import atexit
+import sys
+import weakref
 from collections.abc import Generator
 from contextlib import closing
 from typing import Any
@@ -14,16 +15,8 @@ def with_progress(results: Generator[Any, None, None], *, what: str, total: int 
         what: they are of, such as "images".
         total: how many there will be, where that is known.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    return _counted(results, console, what, total) if console.is_interactive or console.is_jupyter else results
-
-
-def _counted(
-    results: Generator[Any, None, None], console: Any, what: str, total: int | None
-) -> Generator[Any, None, None]:
     from rich import progress
+    from rich.console import Console
     from rich.text import Text
 
     class Speed(progress.ProgressColumn):
@@ -31,23 +24,28 @@ def _counted(
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{speed:,.1f}/s")
 
-    columns = (
+    console = Console(stderr=True)
+    if not (console.is_interactive or console.is_jupyter):
+        return results
+    bar = progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         Speed(),
         progress.TimeRemainingColumn(),
+        console=console,
+        # what is printed goes above the bar, unless it goes elsewhere
+        redirect_stdout=sys.stdout.isatty(),
     )
-    bar = progress.Progress(*columns, console=console)
-    task = bar.add_task(what, total=total)
-    bar.start()
-    # where the stream is left alone until the interpreter ends, rich is gone before it
-    atexit.register(bar.stop)
-    try:
-        with closing(results):
+
+    def counted() -> Generator[Any, None, None]:
+        with closing(results), bar:
+            task = bar.add_task(what, total=total)
             for result in results:
                 bar.advance(task)
                 yield result
-    finally:
-        atexit.unregister(bar.stop)
-        bar.stop()
+
+    shown = counted()
+    # a stream may be left alone until the interpreter ends, and then rich is gone before it
+    weakref.finalize(shown, bar.stop)
+    return shown
