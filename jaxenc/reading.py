@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -22,7 +22,7 @@ logger = logging.getLogger("jaxenc")
 OnError = Literal["raise", "skip"]
 T = TypeVar("T")
 THREADS = min(16, os.cpu_count() or 1)
-AHEAD = 2 * THREADS  # sources that are being read, or have been and wait
+AHEAD = 4 * THREADS  # sources that are being read, or have been and wait
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def read_ahead(
         read: position and source -> its items, in a thread, as they are wanted.
         size: of an item.
         limit: what waits stays near this size. No source is begun while there is so much; the first one is read up to
-            it, and those behind it, which all together may be many long videos, up to their share of it.
+            it, and those behind it, which may all be long videos, up to their share of it.
 
     Yields:
         The runs of one source after those of the source before.
@@ -85,7 +85,9 @@ def read_ahead(
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="jaxenc-read")
     try:
         while True:
-            while more and len(pending) < AHEAD and sum(f.result().size for f in pending if f.done()) < limit:
+            sizes = [future.result().size for future in pending if future.done()]
+            reading = len(pending) - len(sizes)
+            if more and reading < THREADS and len(pending) < AHEAD and sum(sizes) < limit:
                 try:
                     pending.append(pool.submit(take, read(*next(numbered)), limit // AHEAD))
                 except StopIteration:
@@ -94,8 +96,12 @@ def read_ahead(
                     pending.append(Future())
                     pending[-1].set_result(Run((), stop=error))
                     more = False
+                continue
             if not pending:
                 return
+            if not pending[0].done():
+                wait([future for future in pending if not future.done()], return_when=FIRST_COMPLETED)
+                continue
             run = pending.popleft().result()
             if run.rest is not None:
                 pending.appendleft(pool.submit(take, run.rest, limit))

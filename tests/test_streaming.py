@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from PIL import Image
 
 import jaxenc
-from jaxenc import Budget, InputError, VisionItem
+from jaxenc import Budget, InputError, VisionItem, reading
 from jaxenc.models import kimi_k25
 from jaxenc.reading import AHEAD, read_ahead
 from tests.conftest import KIMI
@@ -199,23 +199,54 @@ def test_no_more_is_read_ahead_than_the_bound():
         assert list(run.items) == [taken - 1]
         assert sources.taken <= taken + AHEAD - 1
         assert max(begun) < sources.taken
-        if taken == 100:
-            break
-    assert sources.taken >= 100 + AHEAD - 1
-    runs.close()
+        if taken % 100 == 0:
+            time.sleep(0.02)
+    assert taken == 1000
 
 
 def test_what_waits_is_bounded_in_tokens_too():
-    # each fills the bound: only what was begun before the first was there is read ahead
     sources = Counted(range(100))
+    # each fills the bound by itself: there is one for each thread, and one that waits
     runs = read_ahead(sources, lambda position, source: iter([source]), size=lambda item: 10, limit=10)
-    for _ in range(19):
+    for taken in range(1, 30):
         next(runs)
-        time.sleep(0.02)
-    before = sources.taken
-    next(runs)
-    assert sources.taken <= max(before, 21)
+        time.sleep(0.01)
+        assert sources.taken <= taken + reading.THREADS
     runs.close()
+
+
+def test_many_long_videos_are_not_all_read_ahead(monkeypatch):
+    monkeypatch.setattr(reading, "THREADS", 8)
+    monkeypatch.setattr(reading, "AHEAD", 32)
+    made = []
+
+    def read(position, source):
+        for i in range(200):
+            made.append((position, i))
+            yield position, i
+
+    taken = []
+    for run in read_ahead(range(32), read, size=lambda item: 1, limit=64):
+        taken += run.items
+        time.sleep(0.002)
+        # the first up to the bound, the next run of it too, and all the others together
+        assert len(made) - len(taken) <= 3 * 64
+    assert taken == [(position, i) for position in range(32) for i in range(200)]
+
+
+def test_threads_go_on_while_the_first_source_takes_long():
+    rest = threading.Event()
+
+    def read(position, source):
+        if position == 0:
+            assert rest.wait(10)
+        if position == reading.AHEAD - 1:
+            rest.set()
+        yield position
+
+    if reading.THREADS > 1:
+        runs = read_ahead(range(100), read)
+        assert [run.items[0] for run in runs] == list(range(100))
 
 
 def test_a_long_video_is_never_read_in_full(kimi):
@@ -228,9 +259,12 @@ def test_a_long_video_is_never_read_in_full(kimi):
 
     frame = np.zeros((28, 28, 3), np.uint8)
     made, launch = [], kimi._launch
+    chunks, alive = weakref.WeakSet(), []
 
     def watched(items, placed, budget):
         made.append((Frames.read, sum(item.grid[0] for item in items)))
+        chunks.update(items)
+        alive.append(len(chunks))
         return launch(items, placed, budget)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -242,6 +276,8 @@ def test_a_long_video_is_never_read_in_full(kimi):
     ahead = [read - done for (read, _), done in zip(made, [0, *encoded], strict=False)]
     # a batch is 16 frames; one waits, one is laid out, one is being read
     assert max(ahead) <= 4 * 16
+    # what is laid out is given up: a batch is 4 chunks
+    assert max(alive) <= 2 * 4
 
 
 # --- batches
@@ -403,6 +439,19 @@ def test_dropping_a_stream_ends_its_threads(kimi):
     assert readers()
     del stream, _
     gc.collect()
+    assert_no_reader_is_left()
+
+
+def test_a_source_that_is_being_read_is_left_when_a_stream_is_closed():
+    def read(position, source):
+        yield position
+        for _ in range(2000 if position else 0):  # 20 seconds
+            time.sleep(0.01)
+            yield position
+
+    runs = read_ahead(range(10), read)
+    next(runs)
+    runs.close()
     assert_no_reader_is_left()
 
 
