@@ -166,8 +166,15 @@ class Encoder:
             InputError: names the bad one and what is wrong with it.
         """
         kind, sources = self._given(images=images, videos=videos, audio=audio)
-        read = partial(self._read, kind)
-        return self._stream(kind, sources, read, on_error, layout, out_sharding, progress)
+        results = self._results(
+            sources,
+            partial(self._read, kind),
+            on_error=on_error,
+            layout=layout,
+            out_sharding=out_sharding,
+            progress=kind if progress else None,
+        )
+        return list(results) if isinstance(sources, Sequence) else results
 
     def preprocess(
         self,
@@ -246,7 +253,15 @@ class Encoder:
         def read(position: int, item: Item) -> Iterator[Item]:
             yield self._checked(item, f"item {position}")
 
-        return self._stream("items", items, read, on_error, layout, out_sharding, progress)
+        results = self._results(
+            items,
+            read,
+            on_error=on_error,
+            layout=layout,
+            out_sharding=out_sharding,
+            progress="items" if progress else None,
+        )
+        return list(results) if isinstance(items, Sequence) else results
 
     # --- the pieces of it
 
@@ -424,16 +439,17 @@ class Encoder:
         self.config.check(named)
         return named
 
-    def _stream(
+    def _results(
         self,
-        kind: str,
         sources: Iterable[Any],
         read: Callable[[int, Any], Iterator[Item]],
+        *,
         on_error: OnError,
         layout: BatchLayout,
         out_sharding: Sharding | None,
-        progress: bool,
-    ) -> list[Any] | Iterator[Any]:
+        progress: str | None,
+    ) -> Iterator[Any]:
+        """What `encode` gives out, one by one; `progress` is what a bar counts, where one is wanted."""
         packer = self._packer(layout)
         stream = Stream(
             self.config,
@@ -445,9 +461,9 @@ class Encoder:
         )
         runs = read_ahead(sources, read, size=lambda item: sum(self.config.pieces(item)), limit=packer.enough)
         results = stream.results(runs)
-        if progress:
-            results = with_progress(results, what=kind, total=len(sources) if isinstance(sources, Sized) else None)
-        return list(results) if isinstance(sources, Sequence) else results
+        if progress is None:
+            return results
+        return with_progress(results, what=progress, total=len(sources) if isinstance(sources, Sized) else None)
 
     def _packer(self, layout: BatchLayout) -> Packer:
         ladder = {budget: cost.seconds for budget, cost in self.costs.items()}

@@ -23,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from PIL import Image
 
 import jaxenc
-from jaxenc import Budget, InputError, VisionItem, reading
+from jaxenc import Budget, InputError, VisionItem, encoder, reading
 from jaxenc.models import kimi_k25
 from jaxenc.reading import AHEAD, read_ahead
 from tests.conftest import KIMI
@@ -334,6 +334,14 @@ def test_reading_goes_on_in_several_threads_while_a_batch_is_laid_out(kimi, phot
     assert all(name.startswith("jaxenc-read") for name in names)
 
 
+def test_a_batch_is_laid_out_while_the_one_before_is_computed(kimi, monkeypatch):
+    events, launch, fetch = [], kimi._launch, encoder._to_host
+    monkeypatch.setattr(kimi, "_launch", lambda *how: events.append("launch") or launch(*how))
+    monkeypatch.setattr(encoder, "_to_host", lambda rows: events.append("fetch") or fetch(rows))
+    assert len(kimi.encode_items([small(f"{i}") for i in range(60)])) == 60
+    assert events == ["launch", "launch", "fetch", "launch", "fetch", "launch", "fetch", "fetch"]
+
+
 # --- what goes wrong
 
 
@@ -393,6 +401,14 @@ def test_one_that_is_too_long_for_any_budget_is_a_bad_one_too(kimi, caplog):
         results = kimi.encode_items(items, on_error="skip")
     assert [rows is None for rows in results] == [False, True, False]
     assert len(caplog.messages) == 1
+
+
+def test_a_video_of_which_every_chunk_is_too_long_is_one_bad_one(kimi, caplog):
+    # 2 x 10 patches a frame, 80 a chunk
+    video = (np.zeros((200, 28, 140, 3), np.uint8), 2.0)
+    with caplog.at_level(logging.WARNING, logger="jaxenc"):
+        assert kimi.encode(videos=[video, video], on_error="skip") == [None, None]
+    assert [message[:18] for message in caplog.messages] == ["skipped: videos[0]", "skipped: videos[1]"]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
