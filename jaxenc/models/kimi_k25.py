@@ -3,7 +3,7 @@
 Source: the published model code and `Kimi_K25VisionModel` of transformers 5.24.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -227,7 +227,7 @@ class Config:
 
     # --- items in, arrays out
 
-    def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
+    def read(self, kind: str, source: Any, *, name: str) -> Iterable[VisionItem]:
         """The item of one picture, or those of a video's chunks, as the published processor makes them."""
         if kind == "images":
             frames = load_image(source, name=name)[None]
@@ -244,18 +244,16 @@ class Config:
                 )
             ]
         video, fps = source if isinstance(source, tuple) else (source, None)
-        return list(
-            navit_video_items(
-                iter_frames(video, fps=fps, sample_fps=SAMPLE_FPS, name=name),
-                frames_per_chunk=self.frames,
-                patch=self.patch,
-                merge=self.merge,
-                patch_limit=FRAME_PATCHES,
-                side_limit=ROTARY_POSITIONS,
-                mean=MEAN,
-                std=STD,
-                name=name,
-            )
+        return navit_video_items(
+            iter_frames(video, fps=fps, sample_fps=SAMPLE_FPS, name=name),
+            frames_per_chunk=self.frames,
+            patch=self.patch,
+            merge=self.merge,
+            patch_limit=FRAME_PATCHES,
+            side_limit=ROTARY_POSITIONS,
+            mean=MEAN,
+            std=STD,
+            name=name,
         )
 
     def check(self, item: VisionItem) -> None:
