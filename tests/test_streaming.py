@@ -58,7 +58,7 @@ def readers():
 
 
 def assert_no_reader_is_left():
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 10
     while readers() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert readers() == []
@@ -329,7 +329,7 @@ def test_reading_goes_on_in_several_threads_while_a_batch_is_laid_out(kimi, phot
     monkeypatch.setattr(kimi, "_launch", watched)
     list(kimi.encode(images=iter(photos)))
     assert any(during)
-    assert len(names) > 1
+    assert len(names) > 1 or reading.THREADS == 1
     assert all(name.startswith("jaxenc-read") for name in names)
 
 
@@ -516,7 +516,7 @@ def test_a_process_ends_at_once_and_without_noise(how):
     if "left" not in how:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     if "left" in how:
         assert process.returncode == 0
         assert ("1/?" in err) == ("bar" in how)
