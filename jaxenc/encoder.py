@@ -426,16 +426,16 @@ class Encoder:
         progress: str | None,
     ) -> Iterator[Any]:
         """What `encode` gives out, one by one; `progress` is what a bar counts, where one is wanted."""
-        packer = self._packer(layout)
         stream = Stream(
             self.config,
-            packer,
+            self._packer(layout),
             launch=self._launch,
             fetch=_to_host,
             place=lambda rows: rows if out_sharding is None else jax.device_put(rows, out_sharding),
             on_error=_known(on_error),
         )
-        runs = read_ahead(sources, read, size=lambda item: sum(self.config.pieces(item)), limit=packer.enough)
+        batch = max(budget.tokens for budget in self.budgets)
+        runs = read_ahead(sources, read, size=lambda item: sum(self.config.pieces(item)), limit=batch)
         results = stream.results(runs)
         if progress is None:
             return results

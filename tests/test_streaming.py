@@ -58,7 +58,7 @@ def readers():
 
 
 def assert_no_reader_is_left():
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 10
     while readers() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert readers() == []
@@ -167,14 +167,13 @@ def test_one_pil_image_given_many_times_is_decoded_once_by_one_thread(kimi, phot
 
 
 def test_nothing_is_read_before_the_first_result_is_asked_for(kimi):
-    sources = Counted(small(f"{i}") for i in range(100))
-    stream = kimi.encode_items(sources)
-    assert sources.taken == 0
-    assert readers() == []
-    next(stream)
-    # what fills two batches of 16, and what is read ahead
-    assert 16 <= sources.taken <= 32 + AHEAD
-    stream.close()
+    sources = Counted(small(f"{i}") for i in range(1000))
+    with contextlib.closing(kimi.encode_items(sources)) as stream:
+        assert sources.taken == 0
+        assert readers() == []
+        next(stream)
+    # one batch of 16 is done and one started; at most two wait, beside what is read ahead
+    assert 16 <= sources.taken <= 4 * 16 + AHEAD
 
 
 def test_arguments_are_checked_before_anything_is_read(kimi):
@@ -274,8 +273,8 @@ def test_a_long_video_is_never_read_in_full(kimi):
     encoded = np.cumsum([frames for _, frames in made])
     assert encoded[-1] == Frames.read == 1200
     ahead = [read - done for (read, _), done in zip(made, [0, *encoded], strict=False)]
-    # a batch is 16 frames; one waits, one is laid out, one is being read
-    assert max(ahead) <= 4 * 16
+    # a batch is 16 frames: one is laid out, two wait, two are read ahead
+    assert max(ahead) <= 5 * 16
     # what is laid out is given up: a batch is 4 chunks
     assert max(alive) <= 2 * 4
 
@@ -330,7 +329,7 @@ def test_reading_goes_on_in_several_threads_while_a_batch_is_laid_out(kimi, phot
     monkeypatch.setattr(kimi, "_launch", watched)
     list(kimi.encode(images=iter(photos)))
     assert any(during)
-    assert len(names) > 1
+    assert len(names) > 1 or reading.THREADS == 1
     assert all(name.startswith("jaxenc-read") for name in names)
 
 
@@ -517,7 +516,7 @@ def test_a_process_ends_at_once_and_without_noise(how):
     if "left" not in how:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=30)
     if "left" in how:
         assert process.returncode == 0
         assert ("1/?" in err) == ("bar" in how)
@@ -539,7 +538,7 @@ def test_memory_is_flat_over_ten_thousand_items(kimi):
 
     def source():
         for i in range(10_000):
-            item = small("", i)
+            item = small(f"{i}", i)
             items.add(item)
             yield item
 
@@ -550,8 +549,8 @@ def test_memory_is_flat_over_ten_thousand_items(kimi):
         if count % 10 == 0:
             most_items, most_results = max(most_items, len(items)), max(most_results, len(results))
     assert count == 10_000
-    # a batch of 16 waits and one is laid out, beside what is read ahead; each is copied once to get its name
-    assert most_items <= 3 * 16 + 2 * AHEAD
+    # two batches of 16 wait and one is laid out, beside what is read ahead
+    assert most_items <= 3 * 16 + AHEAD + 4
     assert most_results <= 3 * 16
     del rows
     gc.collect()
