@@ -18,4 +18,3 @@ def greedy(tokens: Sequence[int], devices: int) -> tuple[list[int], list[int], l
         assigned[device].append(item)
         loads[device] += tokens[item]
     return [item for items in assigned for item in items], [len(items) for items in assigned], loads
-
