@@ -27,7 +27,7 @@ from jaxenc.packing import Budget, Placed
 from sharding_rules import Plan
 
 CALL = 16  # items of a call
-STREAM = 1600  # items of a stream
+STREAM = 2000  # items of a stream
 STREAMS = {
     "photos": mixes.KIMI,
     "documents": mixes.KIMI,
