@@ -125,12 +125,12 @@ class Packer:
         bins = sorted(_bins(seen, self._window, self._ladder.prices), key=lambda one: -one.cost)
         oldest = next(i for i, one in enumerate(bins) if seen[0] in one.pieces)
         tried = list(self._arranged(bins, oldest, self._budgets))
-        best, seconds = _best(tried, bins, together=together)
+        best, seconds = _best(tried, bins, self._ladder, together=together)
         long = self.waiting > self._ladder.largest.tokens and not together
         if long and best.budget.tokens > EMPTY * best.tokens:
             sizes = [one.size for one in bins]
             made = self._ladder.fitted(sizes, unit=max(one.unit for one in bins), layout=self._layout)
-            better, fewer = _best([*tried, *self._arranged(bins, oldest, made)], bins, together=together)
+            better, fewer = _best([*tried, *self._arranged(bins, oldest, made)], bins, self._ladder, together=together)
             if better.budget not in self._ladder.budgets and seconds > WORTH * fewer:
                 self._ladder.add(better.budget)
                 best = better
@@ -431,12 +431,22 @@ class _Rows:
         return row
 
 
-def _best(tried: Sequence[_Arrangement], bins: Sequence[_Bin], *, together: bool) -> tuple[_Arrangement, float]:
-    """The best arrangement, and the seconds in which everything is done if the rest goes as fast as it does."""
-    work, least = math.fsum(one.cost for one in bins), min(one.seconds for one in tried)
+def _best(
+    tried: Sequence[_Arrangement], bins: Sequence[_Bin], ladder: Ladder, *, together: bool
+) -> tuple[_Arrangement, float]:
+    """The best arrangement, and the seconds in which everything is done: with the rest as fast, or in one batch."""
+    prices, budgets = ladder.prices, {one.budget for one in tried}
+    work, tokens = math.fsum(one.cost for one in bins), sum(one.tokens for one in bins)
+    least = min(map(ladder.seconds, budgets))
+    room = {budget: budget.length if budget.rows == 1 else budget.rows * budget.spread for budget in budgets}
 
     def seconds(one: _Arrangement) -> float:
-        return one.seconds + (max(least, one.seconds * (work / one.cost - 1)) if len(one.where) < len(bins) else 0.0)
+        if len(one.where) == len(bins):
+            return one.seconds
+        left = tokens - one.tokens
+        pairs = (work - one.cost - prices.token * left) / prices.parts
+        at_once = [ladder.seconds(budget) + pairs for budget in budgets if room[budget] >= left]
+        return one.seconds + min([max(least, one.seconds * (work / one.cost - 1)), *at_once])
 
     complete = [one for one in tried if len(one.where) == len(bins)]
     if not complete:

@@ -318,12 +318,12 @@ def test_batches_of_a_stream_are_full(kind, rows):
     config = mixes.SPEECH if kind in ("speech", "long speech") else mixes.KIMI
     items = mixes.mix(kind, 300 if kind == "long speech" else 2000)
     ladder = on(rows, config)
-    start = time.perf_counter()
+    start = time.process_time()
     batches = list(streamed(items, ladder, config))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     tokens = sum(item.tokens for item in items)
     assert sum(p.size for _, places in batches for p in places) == tokens
     assert sum(budget.tokens for budget, _ in batches) <= 1.10 * tokens
     assert len(ladder.budgets) <= 8
-    # about one second on an idle machine, or a tenth of a millisecond a window
+    # about one second, or a twentieth of a millisecond a window; several times that on a busy machine
     assert seconds < 10
