@@ -85,24 +85,24 @@ def chunk(rng: np.random.Generator) -> Sizes:
     return picture(height, width, frames=int(rng.integers(1, 5)), patch_limit=kimi_k25.FRAME_PATCHES)
 
 
-def speech(rng: np.random.Generator) -> Sizes:
-    """From 0.1 s to 30 minutes, by length."""
+def long_speech(rng: np.random.Generator) -> Sizes:
+    """From 0.1 s to 30 minutes, any length as likely."""
     return recording(float(rng.uniform(0.1, 1800.0)))
 
 
-def utterance(rng: np.random.Generator) -> Sizes:
+def speech(rng: np.random.Generator) -> Sizes:
     """From 0.1 s to 30 minutes, most of them short."""
     return recording(float(np.exp(rng.uniform(np.log(0.1), np.log(1800.0)))))
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator], Sizes]] = {
     "photos": photo,
-    "pages": page,
+    "documents": page,
     "thumbnails": thumbnail,
     "pictures": any_picture,
     "video chunks": chunk,
     "speech": speech,
-    "utterances": utterance,
+    "long speech": long_speech,
     "16,200 patches": lambda rng: Sizes((16_200,), 4),
     "5,500 patches": lambda rng: Sizes((5_500,), 4),
 }

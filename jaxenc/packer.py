@@ -81,6 +81,7 @@ class Packer:
         self.waiting = 0
         self._ladder, self._window, self._layout = ladder, window, layout
         self._queue: deque[_Piece] = deque()
+        self._done = [0.0] * ladder.prices.parts  # by each device, in all batches
 
     def __len__(self) -> int:
         """Pieces that wait."""
@@ -124,16 +125,16 @@ class Packer:
         bins = sorted(_bins(seen, self._window, self._ladder.prices), key=lambda one: -one.cost)
         oldest = next(i for i, one in enumerate(bins) if seen[0] in one.pieces)
         tried = list(self._arranged(bins, oldest, self._budgets))
-        best, seconds = _best(tried, bins, together=together)
+        best, seconds = _best(tried, bins, self._ladder, together=together)
         long = self.waiting > self._ladder.largest.tokens and not together
         if long and best.budget.tokens > EMPTY * best.tokens:
             sizes = [one.size for one in bins]
             made = self._ladder.fitted(sizes, unit=max(one.unit for one in bins), layout=self._layout)
-            better, fewer = _best([*tried, *self._arranged(bins, oldest, made)], bins, together=together)
+            better, fewer = _best([*tried, *self._arranged(bins, oldest, made)], bins, self._ladder, together=together)
             if better.budget not in self._ladder.budgets and seconds > WORTH * fewer:
                 self._ladder.add(better.budget)
                 best = better
-        placed = list(best.placed(bins, self._window))
+        placed = list(best.placed(bins, self._window, devices=self._take_turns(best.loads)))
         self._take(seen, bins, best)
         return best.budget, placed
 
@@ -154,6 +155,16 @@ class Packer:
                 "budgets="
             )
         self._ladder.add(longer)
+
+    def _take_turns(self, loads: Sequence[float]) -> list[int]:
+        """For each device's load the device that gets it: the least goes to the one that has done most so far."""
+        devices = range(len(loads))
+        turns = [0] * len(loads)
+        idlest = sorted(devices, key=self._done.__getitem__)
+        for part, device in zip(sorted(devices, key=lambda part: -loads[part]), idlest, strict=True):
+            turns[part] = device
+            self._done[device] += loads[part]
+        return turns
 
     def _seen(self) -> list["_Piece"]:
         """The oldest of what waits."""
@@ -249,6 +260,7 @@ class _Arrangement:
         cost: of all of them.
         seconds: that the batch is predicted to take.
         ratio: work of the busiest device over the mean.
+        loads: of each device, of what is not spread.
     """
 
     budget: Budget
@@ -257,14 +269,17 @@ class _Arrangement:
     cost: float
     seconds: float
     ratio: float
+    loads: Sequence[float]
 
-    def placed(self, bins: Sequence[_Bin], window: int | None) -> Iterator[Placed]:
-        """Where each piece goes, or its parts."""
+    def placed(self, bins: Sequence[_Bin], window: int | None, *, devices: Sequence[int]) -> Iterator[Placed]:
+        """Where each piece goes, or its parts, with the rows of one device on another."""
         used, spread = [0] * self.budget.rows, _Spread(self.budget, window)
+        per_device = self.budget.rows // len(devices)
         for i, row in self.where.items():
             if row < 0:
                 yield from spread.add(bins[i])
             else:
+                row = devices[row // per_device] * per_device + row % per_device
                 yield from bins[i].cut(0, bins[i].tokens, row=row, offset=used[row])
                 used[row] += bins[i].size
 
@@ -325,7 +340,7 @@ def _numbers_spread(bins: Sequence[_Bin], budget: Budget, ladder: Ladder, window
         most += 1
     numbers = {0, min(most, len(bins) % ladder.prices.parts), most}
     if window is None:  # windows all cost the same
-        numbers |= {min(most, round(1.5**step)) for step in range(int(math.log(most + 1, 1.5)))}
+        numbers |= {min(most, 2**step) for step in range(most.bit_length())}
     return sorted(numbers)
 
 
@@ -348,7 +363,7 @@ def _arrange(
         window: see `Packer`.
         first: the bin that goes before all others.
     """
-    prices, smallest = ladder.prices, min(one.tokens for one in bins)
+    prices, smallest = ladder.prices, bins[-1].tokens
     rows, room = _Rows(budget, prices.parts, smallest=smallest), _Room(budget, window)
     where: dict[int, int] = {}
     left = budget.tokens
@@ -375,7 +390,8 @@ def _arrange(
         tokens=sum(rows.tokens) + room.tokens,
         cost=total,
         seconds=ladder.seconds(budget) + pairs + share * (room.cost - prices.token * room.tokens),
-        ratio=(max(rows.loads) + share * room.cost) * prices.parts / total if total else 1.0,
+        ratio=(max(rows.loads) + share * room.cost) * prices.parts / total if total else math.inf,
+        loads=rows.loads,
     )
 
 
@@ -415,12 +431,22 @@ class _Rows:
         return row
 
 
-def _best(tried: Sequence[_Arrangement], bins: Sequence[_Bin], *, together: bool) -> tuple[_Arrangement, float]:
-    """The best arrangement, and the seconds in which everything is done if the rest goes as fast as it does."""
-    work, least = math.fsum(one.cost for one in bins), min(one.seconds for one in tried)
+def _best(
+    tried: Sequence[_Arrangement], bins: Sequence[_Bin], ladder: Ladder, *, together: bool
+) -> tuple[_Arrangement, float]:
+    """The best arrangement, and the seconds in which everything is done: with the rest as fast, or in one batch."""
+    prices, budgets = ladder.prices, {one.budget for one in tried}
+    work, tokens = math.fsum(one.cost for one in bins), sum(one.tokens for one in bins)
+    least = min(map(ladder.seconds, budgets))
+    room = {budget: budget.length if budget.rows == 1 else budget.rows * budget.spread for budget in budgets}
 
     def seconds(one: _Arrangement) -> float:
-        return one.seconds + (max(least, one.seconds * (work / one.cost - 1)) if len(one.where) < len(bins) else 0.0)
+        if len(one.where) == len(bins):
+            return one.seconds
+        left = tokens - one.tokens
+        pairs = (work - one.cost - prices.token * left) / prices.parts
+        at_once = [ladder.seconds(budget) + pairs for budget in budgets if room[budget] >= left]
+        return one.seconds + min([max(least, one.seconds * (work / one.cost - 1)), *at_once])
 
     complete = [one for one in tried if len(one.where) == len(bins)]
     if not complete:

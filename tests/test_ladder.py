@@ -1,5 +1,8 @@
 """Budgets divide over the plan, there are never more than eight, and what is added fits what waits."""
 
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 import jaxenc
 from jaxenc import InputError
 from jaxenc.ladder import MOST, Ladder, Prices, Shapes, default_budgets, ladder_of, prices_of
+from jaxenc.models import kimi_k25
 from jaxenc.packer import Packer, pack
 from jaxenc.packing import Budget
 
@@ -207,3 +211,29 @@ def test_where_windows_are_computed_whole_a_pair_costs_nothing_more():
     prices = prices_of(jaxenc.models.named_config("qwen3_omni_audio"), plan)
     assert prices.pair == 0
     assert prices.parts == plan.rows_parts == 8
+
+
+def test_eight_windows_over_eight_devices_leave_nothing_empty():
+    plan = jaxenc.plan("qwen3_omni_audio", mesh_shape={"data": 8, "model": 1})
+    config = jaxenc.models.named_config("qwen3_omni_audio")
+    for layout in ("rows", "length", "auto"):
+        packer = Packer(ladder_of(config, plan), window=config.window, layout=layout)
+        for item in range(8):
+            packer.add(item, [config.window], unit=1, name="")
+        assert packer.batch()[0].tokens == 8 * config.window
+
+
+# --- in an encoder
+
+
+def test_an_encoder_says_which_budgets_it_has_by_now():
+    config = kimi_k25.Config(layers=1, embed=32, heads=2, mlp=64, patch=2, out=16)
+    encoder = jaxenc.from_config(config, seed=0)
+    before = encoder.budgets
+    trained = encoder.with_params(encoder.params)
+    grid = (4, 128, 130)
+    encoder.pack([jaxenc.VisionItem(np.zeros((math.prod(grid), 12), np.float32), grid)])
+    assert set(encoder.budgets) == {*before, Budget(131_072, 1)}
+    assert encoder.costs.keys() == set(encoder.budgets)
+    # programs are shared, and so are the budgets they are for
+    assert trained.budgets == encoder.budgets

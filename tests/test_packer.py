@@ -295,7 +295,7 @@ def test_the_engines_rule_is_what_it_is(sizes, devices, expected):
 
 BALANCE = {
     **{f"{n} photos": (mixes.mix("photos", n), 1.05 if n >= 64 else 1.15) for n in (8, 16, 64)},
-    **{f"{n} pages": (mixes.mix("pages", n), 1.15) for n in (8, 16)},
+    **{f"{n} documents": (mixes.mix("documents", n), 1.15) for n in (8, 16)},
     **{f"a giant among {n}": (mixes.giant_among(n), 1.05 if n >= 63 else 1.15) for n in (7, 63)},
 }
 
@@ -315,15 +315,15 @@ def test_each_of_eight_devices_has_its_share(name):
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", mixes.KINDS)
 def test_batches_of_a_stream_are_full(kind, rows):
-    config = mixes.SPEECH if kind in ("speech", "utterances") else mixes.KIMI
-    items = mixes.mix(kind, 300 if kind == "speech" else 2000)
+    config = mixes.SPEECH if kind in ("speech", "long speech") else mixes.KIMI
+    items = mixes.mix(kind, 300 if kind == "long speech" else 2000)
     ladder = on(rows, config)
-    start = time.perf_counter()
+    start = time.process_time()
     batches = list(streamed(items, ladder, config))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     tokens = sum(item.tokens for item in items)
     assert sum(p.size for _, places in batches for p in places) == tokens
     assert sum(budget.tokens for budget, _ in batches) <= 1.10 * tokens
     assert len(ladder.budgets) <= 8
-    # about one second on an idle machine, or a tenth of a millisecond a window
+    # about one second, or a twentieth of a millisecond a window; several times that on a busy machine
     assert seconds < 10

@@ -230,7 +230,7 @@ class Config:
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from: 1 to 64 windows of 8 seconds."""
-        return tuple(self.window << 2 * i for i in range(4))
+        return tuple(self.window * count for count in (1, 2, 8, 32, 64))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget; the stem's tokens are chunks."""
