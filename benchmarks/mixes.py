@@ -23,10 +23,12 @@ class Sizes:
     Attributes:
         pieces: tokens of each part that attends by itself.
         unit: tokens that stay together where it is spread.
+        shape: frames, rows and columns of patches, or frames of a spectrogram.
     """
 
     pieces: tuple[int, ...]
     unit: int = 1
+    shape: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -44,7 +46,7 @@ def picture(height: int, width: int, *, frames: int = 1, patch_limit: int = kimi
         patch_limit=patch_limit,
         side_limit=kimi_k25.ROTARY_POSITIONS,
     )
-    return Sizes((frames * size.grid[0] * size.grid[1],), frames * KIMI.merge**2)
+    return Sizes((frames * size.grid[0] * size.grid[1],), frames * KIMI.merge**2, (frames, *size.grid))
 
 
 def recording(seconds: float) -> Sizes:
@@ -52,19 +54,19 @@ def recording(seconds: float) -> Sizes:
     frames = max(1, round(seconds * SAMPLE_RATE / HOP_SAMPLES))
     tokens = -(-frames // SPEECH.chunk_frames) * SPEECH.chunk_tokens
     full, rest = divmod(tokens, SPEECH.window)
-    return Sizes((SPEECH.window,) * full + ((rest,) if rest else ()))
+    return Sizes((SPEECH.window,) * full + ((rest,) if rest else ()), shape=(frames,))
 
 
-def photo(rng: np.random.Generator) -> Sizes:
+def photo(rng: np.random.Generator, *, patch_limit: int = kimi_k25.IMAGE_PATCHES) -> Sizes:
     """As taken, or cropped."""
     height, width = rng.permutation(PHOTOS[rng.integers(len(PHOTOS))]) * rng.uniform(0.6, 1.0, 2)
-    return picture(int(height), int(width))
+    return picture(int(height), int(width), patch_limit=patch_limit)
 
 
-def page(rng: np.random.Generator) -> Sizes:
+def page(rng: np.random.Generator, *, patch_limit: int = kimi_k25.IMAGE_PATCHES) -> Sizes:
     """A scanned or printed page, perhaps a part of it."""
     height, width = np.array(INCHES[rng.integers(len(INCHES))]) * DPI[rng.integers(len(DPI))]
-    return picture(int(height * rng.uniform(0.5, 1.0)), int(width))
+    return picture(int(height * rng.uniform(0.5, 1.0)), int(width), patch_limit=patch_limit)
 
 
 def thumbnail(rng: np.random.Generator) -> Sizes:
@@ -79,10 +81,10 @@ def any_picture(rng: np.random.Generator) -> Sizes:
     return picture(int(np.exp(rng.uniform(np.log(56), np.log(500)))), width)
 
 
-def chunk(rng: np.random.Generator) -> Sizes:
+def chunk(rng: np.random.Generator, *, patch_limit: int = kimi_k25.FRAME_PATCHES) -> Sizes:
     """A video's chunk of one to four frames."""
     height, width = ((360, 640), (480, 854), (720, 1280), (1080, 1920))[rng.integers(4)]
-    return picture(height, width, frames=int(rng.integers(1, 5)), patch_limit=kimi_k25.FRAME_PATCHES)
+    return picture(height, width, frames=int(rng.integers(1, 5)), patch_limit=patch_limit)
 
 
 def long_speech(rng: np.random.Generator) -> Sizes:
@@ -92,7 +94,7 @@ def long_speech(rng: np.random.Generator) -> Sizes:
 
 def speech(rng: np.random.Generator) -> Sizes:
     """From 0.1 s to 30 minutes, most of them short."""
-    return recording(float(np.exp(rng.uniform(np.log(0.1), np.log(1800.0)))))
+    return recording(float(np.exp(rng.uniform(np.log(0.1), np.log(longest)))))
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator], Sizes]] = {

@@ -9,22 +9,19 @@ of the batch.
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 import jaxenc
 from benchmarks import mixes
-from benchmarks.baselines import greedy
 from benchmarks.machine import versions
 from benchmarks.mixes import Sizes
 from benchmarks.results import RESULTS, Row, Table, keep
+from benchmarks.ways import Cut, by_engines_rule, one_at_a_time, ours, padded
 from jaxenc.ladder import Prices, full_work, ladder_of
 from jaxenc.models import EncoderConfig
-from jaxenc.packer import Packer
-from jaxenc.packing import Budget, Placed
-from sharding_rules import Plan
+from jaxenc.packing import Budget
 
 CALL = 16  # items of a call
 STREAM = 2000  # items of a stream
@@ -54,7 +51,7 @@ PACKING = Table(
         f"{STREAM:,} items; `in calls` means {CALL} items at a time, otherwise all come in one stream or one call. "
         "`one item at a time`: each on one device at its own size. `padded to the largest`: of its call. `engines' "
         "rule`: whole items, the largest first, each to the device with the fewest tokens, and rows as long as the "
-        "fullest. `tokens/s`: measured, where it was."
+        "fullest."
     ),
     columns={
         "items": lambda row: row["items"],
@@ -64,26 +61,25 @@ PACKING = Table(
         "slowest": lambda row: f"{row['slowest_by_batch']:.3f} / {row['slowest']:.3f}",
         "programs": lambda row: str(row["programs"]),
         "collectives": lambda row: f"{row['collective_bytes_per_token']:,.0f}",
-        "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "-",
     },
     key=lambda row: (row["devices"], row["items"], row["way"]),
 )
 
 
-@dataclass
 class Tally:
     """What comes together over the batches of one way."""
 
-    computed: float = 0.0
-    busiest: float = 0.0
-    done: np.ndarray = field(default_factory=lambda: np.zeros(1))
-    collective_bytes: float = 0.0
+    def __init__(self, devices: int):
+        self.computed = self.busiest = self.collective_bytes = 0.0
+        self.done = np.zeros(devices)
+        self.budgets: set[Budget] = set()
 
-    def add(self, computed: float, work: Sequence[float]) -> None:
-        """One batch: tokens computed, and what each device has to do."""
-        self.computed += computed
+    def add(self, cut: Cut, work: Sequence[float]) -> None:
+        """One batch, and what each device has to do."""
+        self.computed += cut.budget.tokens
         self.busiest += max(work)
-        self.done = self.done + np.asarray(work)
+        self.done += work
+        self.budgets.add(cut.budget)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -120,18 +116,22 @@ def compare(
     plan = jaxenc.plan(config, mesh_shape={"data": devices, "model": 1}, dtype="bfloat16", device="h100")
     prices = ladder_of(config, plan).prices
     calls = [items[i : i + (call or len(items))] for i in range(0, len(items), call or len(items))]
-    tokens = sum(item.tokens for item in items)
-    ways: dict[str, Callable[[], tuple[Tally, int]]] = {
-        "ours": lambda: packed([items], config, plan),
-        "one item at a time": lambda: one_at_a_time(items, prices),
-        "padded to the largest": lambda: padded(calls, prices),
-        "engines' rule": lambda: by_engines_rule(calls, prices),
+    window, tokens = config.window, sum(item.tokens for item in items)
+    ways: dict[str, Callable[[], Iterator[Cut]]] = {
+        "ours": lambda: ours([items], ladder_of(config, plan), window=window),
+        "one item at a time": lambda: one_at_a_time(items, window=window),
+        "padded to the largest": lambda: padded(calls, devices=devices, window=window),
+        "engines' rule": lambda: by_engines_rule(calls, devices=devices, window=window),
     }
     if call:
-        ways = {"ours, in calls": lambda: packed(calls, config, plan), **ways}
+        ways = {"ours, in calls": lambda: ours(calls, ladder_of(config, plan), window=window), **ways}
     found = []
-    for way, measure in ways.items():
-        tally, programs = measure()
+    for way, cuts in ways.items():
+        tally = Tally(prices.parts)
+        for cut in cuts():
+            tally.add(cut, exact_work(cut, prices))
+            if way.startswith("ours"):
+                tally.collective_bytes += plan.predict(*full_work(config, plan, cut.budget)).collective_bytes
         found.append(
             {
                 "items": name,
@@ -140,7 +140,7 @@ def compare(
                 "padding": tally.computed / tokens,
                 "slowest": tally.done.max() / tally.done.mean(),
                 "slowest_by_batch": tally.busiest / tally.done.mean(),
-                "programs": programs,
+                "programs": len(tally.budgets),
                 "collective_bytes_per_token": tally.collective_bytes / tokens,
                 "versions": versions(),
             }
@@ -148,74 +148,15 @@ def compare(
     return found
 
 
-# --- the ways
-
-
-def packed(calls: Sequence[Sequence[Sizes]], config: EncoderConfig, plan: Plan) -> tuple[Tally, int]:
-    """Ours: batches as the encoder would make them, cut from a call as from a stream."""
-    ladder, tally = ladder_of(config, plan), Tally()
-    used = set()
-    for items in calls:
-        for budget, places in batches(items, Packer(ladder, window=config.window)):
-            used.add(budget)
-            tally.add(budget.tokens, exact_work(items, budget, places, ladder.prices))
-            tally.collective_bytes += plan.predict(*full_work(config, plan, budget)).collective_bytes
-    return tally, len(used)
-
-
-def batches(items: Sequence[Sizes], packer: Packer) -> Iterator[tuple[Budget, list[Placed]]]:
-    """The batches of items that come one after the other."""
-    for i, item in enumerate(items):
-        packer.add(i, item.pieces, unit=item.unit, name=f"item {i}")
-        while packer.waiting >= packer.enough:
-            yield packer.batch()
-    while packer:
-        yield packer.batch()
-
-
-def exact_work(items: Sequence[Sizes], budget: Budget, places: Sequence[Placed], prices: Prices) -> Sequence[float]:
+def exact_work(cut: Cut, prices: Prices) -> Sequence[float]:
     """What each device has to do: its tokens, and their pairs with all tokens of their piece."""
     work = np.zeros(prices.parts)
-    for place in places:
-        pairs = items[place.item].pieces[place.piece] * place.size
-        work[place.row * prices.parts // budget.rows] += prices.token * place.size + prices.pair * pairs
+    for place in cut.places:
+        pairs = cut.items[place.item].pieces[place.piece] * place.size
+        work[place.row * prices.parts // max(prices.parts, cut.budget.rows)] += (
+            prices.token * place.size + prices.pair * pairs
+        )
     return work.tolist()
-
-
-def cost(item: Sizes, prices: Prices) -> float:
-    """An item on one device."""
-    return sum(map(prices.item, item.pieces))
-
-
-def one_at_a_time(items: Sequence[Sizes], prices: Prices) -> tuple[Tally, int]:
-    """Each item at its own size, one device at work."""
-    tally = Tally()
-    for item in items:
-        tally.add(item.tokens, [cost(item, prices), *[0.0] * (prices.parts - 1)])
-    return tally, len({item.tokens for item in items})
-
-
-def padded(calls: Sequence[Sequence[Sizes]], prices: Prices) -> tuple[Tally, int]:
-    """Every item of a call as large as its largest, and as many on each device."""
-    tally, shapes = Tally(), set()
-    for items in calls:
-        each, largest = -(-len(items) // prices.parts), max(item.tokens for item in items)
-        shares = [items[i * each : (i + 1) * each] for i in range(prices.parts)]
-        tally.add(prices.parts * each * largest, [sum(cost(item, prices) for item in share) for share in shares])
-        shapes.add((each, largest))
-    return tally, len(shapes)
-
-
-def by_engines_rule(calls: Sequence[Sequence[Sizes]], prices: Prices) -> tuple[Tally, int]:
-    """Whole items onto devices by tokens; each device computes as many as the fullest has."""
-    tally, shapes = Tally(), set()
-    for items in calls:
-        order, counts, loads = greedy([item.tokens for item in items], prices.parts)
-        stops = np.cumsum(counts)
-        shares = [order[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
-        tally.add(prices.parts * max(loads), [sum(cost(items[i], prices) for i in share) for share in shares])
-        shapes.add(max(loads))
-    return tally, len(shapes)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ import numpy as np
 
 import jaxenc
 from benchmarks.machine import load_average, versions
+from benchmarks.mixes import Sizes
 from benchmarks.process import fresh
 from benchmarks.results import RESULTS, Row, Table, keep
+from benchmarks.ways import ours
 from jaxenc.encoder import BatchLayout
 from jaxenc.models.qwen3_omni_audio import Config
 from sharding_rules.costs import FAIR
@@ -197,7 +199,8 @@ def measure(batch: int, tokens: int, *, rounds: int) -> dict[str, list[Row]]:
     rows = []
     for encoder, (strategy, layout), times in zip(encoders, WAYS, seconds, strict=True):
         plan = jaxenc.plan(config, mesh=mesh, batch=batch, tokens=tokens, strategy=strategy, layout=layout)
-        budgets = [budget for budget, _ in encoder._batches(items, layout)]
+        sized = [Sizes(config.pieces(item), config.item_unit(item)) for item in items]
+        budgets = [cut.budget for cut in ours([sized], encoder._ladder, window=config.window, layout=layout)]
         rows.append(
             {
                 "batch": batch,
