@@ -57,16 +57,16 @@ def recording(seconds: float) -> Sizes:
     return Sizes((SPEECH.window,) * full + ((rest,) if rest else ()), shape=(frames,))
 
 
-def photo(rng: np.random.Generator, *, patch_limit: int = kimi_k25.IMAGE_PATCHES) -> Sizes:
+def photo(rng: np.random.Generator, *, scale: float = 1.0) -> Sizes:
     """As taken, or cropped."""
-    height, width = rng.permutation(PHOTOS[rng.integers(len(PHOTOS))]) * rng.uniform(0.6, 1.0, 2)
-    return picture(int(height), int(width), patch_limit=patch_limit)
+    height, width = rng.permutation(PHOTOS[rng.integers(len(PHOTOS))]) * rng.uniform(0.6, 1.0, 2) * scale
+    return picture(int(height), int(width))
 
 
-def page(rng: np.random.Generator, *, patch_limit: int = kimi_k25.IMAGE_PATCHES) -> Sizes:
+def page(rng: np.random.Generator, *, scale: float = 1.0) -> Sizes:
     """A scanned or printed page, perhaps a part of it."""
-    height, width = np.array(INCHES[rng.integers(len(INCHES))]) * DPI[rng.integers(len(DPI))]
-    return picture(int(height * rng.uniform(0.5, 1.0)), int(width), patch_limit=patch_limit)
+    height, width = np.array(INCHES[rng.integers(len(INCHES))]) * DPI[rng.integers(len(DPI))] * scale
+    return picture(int(height * rng.uniform(0.5, 1.0)), int(width))
 
 
 def thumbnail(rng: np.random.Generator) -> Sizes:
@@ -92,7 +92,7 @@ def long_speech(rng: np.random.Generator) -> Sizes:
     return recording(float(rng.uniform(0.1, 1800.0)))
 
 
-def speech(rng: np.random.Generator) -> Sizes:
+def speech(rng: np.random.Generator, *, longest: float = 1800.0) -> Sizes:
     """From 0.1 s to 30 minutes, most of them short."""
     return recording(float(np.exp(rng.uniform(np.log(0.1), np.log(longest)))))
 

@@ -29,23 +29,23 @@ from benchmarks.ways import Cut, by_engines_rule, one_at_a_time, ours, padded
 from jaxenc.items import Item
 from jaxenc.models import EncoderConfig
 
-COUNT, CALL = 48, 16  # items of a mix, and of a call
-KIMI = replace(mixes.KIMI, layers=2, embed=576, heads=8, mlp=2152, out=1024)
-SPEECH = replace(mixes.SPEECH, layers=2, embed=640, heads=10, mlp=2560, channels=60, out=512)
+COUNT, CALL = 32, 8  # items of a mix, and of a call
+KIMI = replace(mixes.KIMI, layers=1, embed=576, heads=8, mlp=2152, out=1024)
+SPEECH = replace(mixes.SPEECH, layers=1, embed=640, heads=10, mlp=2560, channels=60, out=512)
 MIXES: dict[str, tuple[EncoderConfig, Callable[[np.random.Generator], Sizes]]] = {
-    "photos": (KIMI, partial(mixes.photo, patch_limit=1024)),
-    "documents": (KIMI, partial(mixes.page, patch_limit=1024)),
+    "photos": (KIMI, partial(mixes.photo, scale=0.15)),
+    "documents": (KIMI, partial(mixes.page, scale=0.25)),
     "video chunks": (KIMI, partial(mixes.chunk, patch_limit=256)),
-    "speech": (SPEECH, partial(mixes.utterance, longest=60.0)),
+    "speech": (SPEECH, partial(mixes.speech, longest=60.0)),
 }
 
 SPEED = Table(
     name="packing_speed",
     title="Packing on a wall clock",
     text=(
-        f"{COUNT} items of each mix through reduced towers in float32 (two layers, half of Kimi-K2.5's and of "
-        "Qwen3-Omni's width; pictures of up to 1,024 patches, frames of up to 256, speech of up to a minute), on one "
-        f"CPU device and on eight virtual ones of the same machine, data=8. Ours is one stream; the others have {CALL} "
+        f"{COUNT} items of each mix through reduced towers in float32 (one layer, half of Kimi-K2.5's and of "
+        "Qwen3-Omni's width; pictures of a seventh and pages of a quarter of the usual pixels a side, frames of up to "
+        f"256 patches, speech of up to a minute), on one CPU device and on eight virtual ones of the same machine, data=8. Ours is one stream; the others have {CALL} "
         "items a call, but for `one item at a time`, which is on one device always. Medians, the ways taking turns, "
         "all from items to rows on the host. `programs` and `compile s` are those of the first round; `with "
         "compiling` is what that round gave."
