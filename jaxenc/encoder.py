@@ -335,9 +335,26 @@ class Encoder:
         return self._unpack(captured, batch.tokens)
 
     def warmup(self, budgets: Sequence[Budget] | None = None) -> None:
-        """Compiles for the given budgets, or for all, ahead of the first call."""
+        """Compiles for the given budgets, or for all that there are, ahead of the first call.
+
+        With `jax_compilation_cache_dir` set, JAX keeps the programs for the next process.
+        """
         for budget in self.budgets if budgets is None else budgets:
             self._program(budget)
+
+    def memory(self, budget: Budget) -> int:
+        """Bytes on each device while a batch of this budget is computed: parameters, inputs, all between, and rows.
+
+        What the compiler planned: the program is compiled, where it is not yet, and nothing runs.
+
+        Raises:
+            NotImplementedError: the compiler of this platform does not say.
+        """
+        planned = self._program(budget).memory_analysis()
+        if planned is None:
+            raise NotImplementedError(f"{self._mesh.devices.flat[0].platform}: the compiler does not say")
+        sizes = (planned.argument_size_in_bytes, planned.temp_size_in_bytes, planned.output_size_in_bytes)
+        return sum(sizes) - planned.alias_size_in_bytes
 
     def with_params(self, params: PyTree[Array]) -> "Encoder":
         """The same encoder with other parameters, such as trained ones, placed where the plan wants them.
