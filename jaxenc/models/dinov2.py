@@ -53,6 +53,9 @@ class Config(Vit):
     patch_bias: ClassVar[bool] = True
     pre_norm: ClassVar[bool] = False
     resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "bicubic"
+    usual_tokens: ClassVar[int] = 257
+    # a picture of 224 x 224 pixels, of 518, of 1,036, of 2,072, and several
+    row_lengths: ClassVar[tuple[int, ...]] = (280, 1400, 5600, 22_400, 67_200)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":

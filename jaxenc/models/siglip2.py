@@ -46,6 +46,8 @@ class Config(Vit):
     patch_bias: ClassVar[bool] = True
     pre_norm: ClassVar[bool] = False
     resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "bilinear"
+    usual_tokens: ClassVar[int] = PATCHES
+    row_lengths: ClassVar[tuple[int, ...]] = (256, 1024, 4096, 16_384)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":

@@ -96,6 +96,9 @@ class Vit:
     pre_norm: ClassVar[bool]  # before the blocks
     # how the position table is resized to pictures of any size; "no" where all have the table's
     resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "no"
+    # where they have any size: tokens of one as the published processor makes it, and the lengths of rows
+    usual_tokens: ClassVar[int]
+    row_lengths: ClassVar[tuple[int, ...]]
 
     modality: ClassVar[str] = "vision"
     kinds: ClassVar[tuple[str, ...]] = ("images",)
@@ -131,8 +134,8 @@ class Vit:
 
     @property
     def typical_tokens(self) -> int:
-        """Tokens of a picture; of 224 x 224 pixels where it can have any size."""
-        return self.window or self.prefix + (224 // self.patch) ** 2
+        """Tokens of a picture as the published processor makes it."""
+        return self.window or self.usual_tokens
 
     @property
     def head_dim(self) -> int:
@@ -213,10 +216,8 @@ class Vit:
         return Workload(tuple(items), tuple(groups))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for: 1 to 16 pictures, or up to 80 of 224 x 224 pixels; 1,400 holds one of 518."""
-        if self.window is not None:
-            return tuple(self.window << i for i in range(5))
-        return (280, 560, 1400, 2800, 5600, 11200, 22400)
+        """Row lengths to choose from: 1 to 16 pictures of a fixed size, or the family's own."""
+        return self.row_lengths if self.window is None else tuple(self.window << i for i in range(5))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget."""
