@@ -1,5 +1,10 @@
 """Plain vision transformers: published configs, plans, pictures."""
 
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,6 +12,7 @@ import jaxenc
 from jaxenc import ConfigError, InputError
 from jaxenc.models import clip, dinov2, named_config, published_configs, siglip, siglip2
 from jaxenc.preprocess.images import naflex_size
+from tests import equality
 
 # config.json as published, without what no tower depends on
 LLAVA = {
@@ -201,6 +207,57 @@ def test_items_that_the_tower_cannot_encode_are_refused():
         named_config("clip").check(item((1, 5, 9)))
     with pytest.raises(InputError, match=r"it: a patch has 768 values, expected 588"):
         named_config("clip").check(item((1, 24, 24), 768))
+
+
+# --- padding and batch-mates
+
+SMALL = {"layers": 2, "embed": 24, "heads": 3, "mlp": 40, "patch": 4, "image": 16, "eps": 1e-6, "final_norm": True}
+SUBJECTS = {
+    "clip": (clip.Config(**SMALL, activation="quick_gelu", first_row=1, hidden=20, out=20), [(4, 4)] * 3),
+    "siglip": (siglip.Config(**SMALL, activation="gelu_tanh", pooled=True), [(4, 4)] * 3),
+    "siglip2": (siglip2.Config(**SMALL, activation="gelu_tanh"), [(4, 4), (2, 7), (1, 3)]),
+    "dinov2": (dinov2.Config(**SMALL, activation="silu", gated=True, layer_scale=True), [(4, 4), (2, 7), (5, 6)]),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_nothing_in_the_padding_or_beside_a_picture_touches_it(name, shape):
+    config, grids = SUBJECTS[name]
+    rng = np.random.default_rng(4)
+    items = [
+        jaxenc.VisionItem(rng.standard_normal((h * w, 48)).astype(np.float32), (1, h, w), name=f"{i}")
+        for i, (h, w) in enumerate(grids)
+    ]
+    made = jaxenc.from_config(config, mesh=jaxenc.make_mesh(data=shape[0], model=shape[1]), seed=3)
+    # the last has whole pictures in it, and pictures that are spread over rows
+    *_, (_, encoder) = equality.layouts(made, sum(config.pieces(item)[0] for item in items), config.window or 20)
+    batch = encoder.pack(items)
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def both(params, batch):
+        def loss(params):
+            rows = encoder.apply(params, batch)
+            return jnp.sum(jnp.where((batch.rows.item >= 0)[..., None], rows, 0) ** 2), rows
+
+        slopes, rows = jax.grad(loss, has_aux=True)(params)
+        return rows, slopes
+
+    rows, slopes = both(encoder.params, batch)
+    before = encoder.unpack(rows, batch)
+    assert [len(rows) for rows in before] == [config.output_rows(item) for item in items]
+    empty = batch.inputs["segments"] == 0
+    assert empty.any()
+    for value in (np.nan, np.inf):
+        patches = np.where(empty[..., None], value, batch.inputs["patches"]).astype(np.float32)
+        rows, other = both(encoder.params, replace(batch, inputs={**batch.inputs, "patches": patches}))
+        for one, expected in zip(encoder.unpack(rows, batch), before, strict=True):
+            np.testing.assert_array_equal(one, expected)
+        jax.tree.map(np.testing.assert_array_equal, other, slopes)
+    louder = encoder.pack([items[0], *(replace(item, patches=1000 * item.patches) for item in items[1:])])
+    after = encoder.unpack(both(encoder.params, louder)[0], louder)
+    np.testing.assert_array_equal(after[0], before[0])
+    assert not np.allclose(after[1], before[1], rtol=1e-3)
 
 
 # --- pictures, against transformers' processors
