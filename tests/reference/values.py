@@ -5,7 +5,7 @@
     rows = jaxenc.load(folder, dtype="float32").encode_items([jaxenc.VisionItem(*item) for item in values.items])
     # rows[i] is within 1e-5 of values.rows[i]
 
-The files hold float64 outputs alone. Weights and inputs are made anew by `tests.parity.checkpoints`, the same
+The files hold float64 outputs alone. Weights and inputs are made anew by `tests.parity`, the same
 everywhere; the files hold their digests, and `load` refuses when they differ. The files are made (with PyTorch and
 transformers) by
 
@@ -33,10 +33,12 @@ from tests.parity.checkpoints import (
     qwen3_omni_audio,
     whisper,
 )
+from tests.parity.vit_checkpoints import VitSizes, dinov2, llava, pictures, pictures_of, siglip, siglip2
 
 FOLDER = Path(__file__).parent
 GRIDS = ((1, 8, 8), (2, 2, 2), (1, 4, 6), (4, 6, 10), (3, 12, 4), (1, 20, 14), (1, 16, 16))
 FRAMES = (230, 61, 100, 1750, 333, 37, 99)
+PICTURES = ((5, 5), (7, 3), (2, 4))
 WITH_HIDDEN = 2  # items whose blocks' outputs are kept, the first ones
 
 
@@ -62,6 +64,11 @@ CASES = {
         lambda: whisper(WhisperSizes(), seed=7),
         lambda: [log_mel(2 * WhisperSizes().positions, bins=WhisperSizes().mel, seed=seed) for seed in (7, 8)],
     ),
+    "llava": Case(lambda: llava(seed=7), lambda: pictures(VitSizes())),
+    "siglip": Case(lambda: siglip(seed=7), lambda: pictures(VitSizes())),
+    "siglip2": Case(lambda: siglip2(seed=7), lambda: pictures_of(PICTURES, patch=14)),
+    # as the giant is
+    "dinov2": Case(lambda: dinov2(seed=7, gated=True), lambda: pictures_of(PICTURES, patch=14)),
 }
 
 
@@ -84,7 +91,7 @@ class Values:
 
 
 def load(name: str) -> Values:
-    """The values of "kimi_k25", "qwen3_omni_audio" or "whisper".
+    """The values of one of `CASES`.
 
     Raises:
         ValueError: weights or inputs are not those that the file was made from.
