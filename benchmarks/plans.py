@@ -197,7 +197,7 @@ def measure(batch: int, tokens: int, *, rounds: int) -> dict[str, list[Row]]:
     rows = []
     for encoder, (strategy, layout), times in zip(encoders, WAYS, seconds, strict=True):
         plan = jaxenc.plan(config, mesh=mesh, batch=batch, tokens=tokens, strategy=strategy, layout=layout)
-        (budget,) = encoder.compiled  # the call was one batch
+        budgets = [budget for budget, _ in encoder._batches(items, layout)]
         rows.append(
             {
                 "batch": batch,
@@ -205,7 +205,7 @@ def measure(batch: int, tokens: int, *, rounds: int) -> dict[str, list[Row]]:
                 "strategy": plan.strategy,
                 "layout": plan.batch_layout,
                 "flops_ratio": plan.flops_ratio,
-                "work": mesh.size * encoder.costs[budget].flops_per_device / need,
+                "work": mesh.size * math.fsum(encoder.costs[budget].flops_per_device for budget in budgets) / need,
                 "seconds": statistics.median(times),
                 "all_s": times,
                 "clock": statistics.median(times) / fastest,

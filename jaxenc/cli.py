@@ -145,7 +145,9 @@ def encode(
     for kind in dict.fromkeys(kinds.values()):
         chosen = [file for file in files if kinds[file] == kind]
         on_error = "skip" if skip_bad else "raise"
-        encoded = encoder.encode(**{kind: chosen}, on_error=on_error, layout=layout)  # type: ignore[arg-type]
+        encoded = encoder.encode(  # type: ignore[call-overload]
+            **{kind: chosen}, on_error=on_error, layout=layout, progress=not (quiet or as_json)
+        )
         rows.update(zip(chosen, encoded, strict=True))
     written = {str(file): rows[file] for file in files if rows[file] is not None}
     if not written:
@@ -179,10 +181,17 @@ def _kind(encoder: jaxenc.Encoder, file: Path) -> str:
 
 
 def _write(out: Path, arrays: dict[str, np.ndarray]) -> None:
-    if out.suffix == ".npz":
-        # NumPy's own format knows no bfloat16
-        np.savez(out, allow_pickle=False, **{name: array.astype(np.float32) for name, array in arrays.items()})
-    else:
-        from safetensors.numpy import save_file
+    """Writes beside the file and renames, so that what has the name is whole."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        if out.suffix == ".npz":
+            # NumPy's own format knows no bfloat16
+            with partial.open("wb") as file:
+                np.savez(file, allow_pickle=False, **{name: array.astype(np.float32) for name, array in arrays.items()})
+        else:
+            from safetensors.numpy import save_file
 
-        save_file(arrays, out)
+            save_file(arrays, partial)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -99,27 +99,37 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     # one handler, on stderr: stdout belongs to the result
-    handler = logging.StreamHandler()
+    handler = _Stderr()
     handler.addFilter(lambda record: not record.name.startswith(_silenced(arguments)))
     level = logging.ERROR if "--quiet" in arguments else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     command: Callable[..., Any] = typer.main.get_command(app)
     try:
-        return command(args=arguments, standalone_mode=False) or 0
+        code: int = command(args=arguments, standalone_mode=False) or 0
     except typer.Exit as stop:
-        return stop.exit_code
+        code = stop.exit_code
     except USAGE as error:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        return 130
+        code = 130
     except EXPECTED as error:
         if "--debug" in arguments:
             raise
         first, *rest = (line.strip() for line in str(error).splitlines() or [type(error).__name__])
         typer.echo("\n  ".join([f"error: {first}", *rest]), err=True)
         return 1
+    if code == 130:  # newer versions of typer return it, older ones raise
+        typer.echo("interrupted", err=True)
+    return code
+
+
+class _Stderr(logging.StreamHandler[Any]):
+    """Writes to what stderr is at the time: a progress bar takes its place, and moves lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -1,13 +1,11 @@
 """Encoder: preprocess -> pack -> apply -> unpack, on the layout that the plan decided."""
 
-import logging
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +21,18 @@ import checkpoints_convert
 from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
+from jaxenc.ladder import full_work, ladder_of
 from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import EncoderConfig, abstract_module
-from jaxenc.packing import Batch, Budget
+from jaxenc.packer import Packer, pack
+from jaxenc.packing import Batch, Budget, Placed
+from jaxenc.progress import with_progress
+from jaxenc.reading import OnError, read_ahead, read_all
+from jaxenc.streaming import Stream
 from sharding_rules import Batching, Plan, Workload
-
-logger = logging.getLogger("jaxenc")
+from sharding_rules.costs import Cost
 
 Params = dict[str, Any]
-OnError = Literal["raise", "skip"]
 BatchLayout = Literal["auto", "rows", "length"]
 PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
 
@@ -59,8 +60,6 @@ class Encoder:
         plan: where every axis went, and why.
         params: nested dict of arrays.
         dtype: of parameters and products.
-        budgets: shapes that batches can have.
-        costs: budget -> what its program is predicted to cost: FLOPs, memory, traffic, seconds.
         compiled: budget -> its program, so far as there was need of it.
     """
 
@@ -95,8 +94,7 @@ class Encoder:
         self.precision = precision
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
-        self.budgets = self._ladder(budgets)
-        self.costs = {budget: self.plan.predict(*self._full(budget)) for budget in self.budgets}
+        self._ladder = ladder_of(config, plan, budgets)
         self.compiled: dict[Budget, jax.stages.Compiled] = {}
         self._jitted = jax.jit(self._run, static_argnames="capture")
 
@@ -104,7 +102,43 @@ class Encoder:
         """Name, dtype and layout in a line."""
         return f"Encoder({self.plan.encoder}, {self.dtype.name}, {self.plan.strategy} on {dict(self.plan.mesh.shape)})"
 
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Shapes that batches have so far: long calls, and items longer than all of them, may add some, up to eight."""
+        return self._ladder.budgets
+
+    @property
+    def costs(self) -> Mapping[Budget, Cost]:
+        """What the program of each budget is predicted to cost: FLOPs, memory, traffic, seconds."""
+        return {budget: self.plan.predict(*self._full(budget)) for budget in self.budgets}
+
     # --- files and arrays in, rows out
+
+    @overload
+    def encode(
+        self,
+        *,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        audio: Sequence[Any] | None = None,
+        on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
+        out_sharding: Sharding | None = None,
+        progress: bool = False,
+    ) -> list[Any]: ...
+
+    @overload
+    def encode(
+        self,
+        *,
+        images: Iterable[Any] | None = None,
+        videos: Iterable[Any] | None = None,
+        audio: Iterable[Any] | None = None,
+        on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
+        out_sharding: Sharding | None = None,
+        progress: bool = False,
+    ) -> Iterator[Any]: ...
 
     def encode(
         self,
@@ -115,17 +149,24 @@ class Encoder:
         on_error: OnError = "raise",
         layout: BatchLayout = "auto",
         out_sharding: Sharding | None = None,
-    ) -> list[Any]:
+        progress: bool = False,
+    ) -> list[Any] | Iterator[Any]:
         """Encodes pictures, videos or recordings.
+
+        A list gives a list. Anything else that can be iterated over gives an iterator, of any length in flat memory:
+        threads read ahead while devices compute, and nothing is read before the first result is asked for. A batch is
+        computed when enough waits to fill it, or when there is no more.
 
         Args:
             images: paths, bytes, PIL images or arrays [height, width, 3].
             videos: paths, or (frames [n, height, width, 3], frames a second).
             audio: paths, or (samples, samples a second), or 16 kHz samples.
-            on_error: "raise" stops at the first bad one; "skip" logs it and puts None in its place.
+            on_error: "raise" stops at the first bad one, after the results before it; "skip" logs it and puts None in
+                its place.
             layout: "rows" keeps every item on one part of the batch, "length" spreads the tokens of every item over
                 all of them, "auto" does what is predicted to be fastest; the numbers are the same.
             out_sharding: where the results shall live; on the host where not given.
+            progress: shows a bar on stderr, where that is a terminal or a notebook.
 
         Returns:
             An array [rows, dim] for each, in input order: of NumPy, or of JAX with `out_sharding`.
@@ -133,8 +174,16 @@ class Encoder:
         Raises:
             InputError: names the bad one and what is wrong with it.
         """
-        sources = self._read(images=images, videos=videos, audio=audio, on_error=on_error)
-        return self._encode_groups(sources, layout=layout, out_sharding=out_sharding)
+        kind, sources = self._given(images=images, videos=videos, audio=audio)
+        results = self._results(
+            sources,
+            partial(self._read, kind),
+            on_error=on_error,
+            layout=layout,
+            out_sharding=out_sharding,
+            progress=kind if progress else None,
+        )
+        return list(results) if isinstance(sources, Sequence) else results
 
     def preprocess(
         self,
@@ -145,7 +194,8 @@ class Encoder:
         on_error: OnError = "raise",
     ) -> list[Item]:
         """The items of files and arrays, on the host; a video is one item for every few frames. See `encode`."""
-        groups = self._read(images=images, videos=videos, audio=audio, on_error=on_error)
+        kind, sources = self._given(images=images, videos=videos, audio=audio)
+        groups = read_all(read_ahead(sources, partial(self._read, kind)), _known(on_error))
         return [item for group in groups if group is not None for item in group]
 
     def output_rows(
@@ -156,29 +206,71 @@ class Encoder:
         audio: Iterable[Any] | None = None,
     ) -> list[ItemRows]:
         """How many rows `encode` will return for each, and their grids: what a prompt needs for its placeholders."""
+        kind, sources = self._given(images=images, videos=videos, audio=audio)
+
+        def read(position: int, source: Any) -> Iterator[ItemRows]:
+            for item in self._read(kind, position, source):
+                rows = self.config.output_rows(item)
+                if isinstance(item, VisionItem):
+                    yield ItemRows(rows, (item.grid,), () if item.timestamp is None else (item.timestamp,))
+                else:
+                    yield ItemRows(rows)
+
         return [
             ItemRows(
-                rows=sum(map(self.config.output_rows, group)),
-                grids=tuple(item.grid for item in group if isinstance(item, VisionItem)),
-                timestamps=tuple(
-                    item.timestamp for item in group if isinstance(item, VisionItem) and item.timestamp is not None
-                ),
+                rows=sum(part.rows for part in parts),
+                grids=tuple(grid for part in parts for grid in part.grids),
+                timestamps=tuple(seconds for part in parts for seconds in part.timestamps),
             )
-            for group in self._read(images=images, videos=videos, audio=audio, on_error="raise")
-            if group is not None
+            for parts in read_all(read_ahead(sources, read), "raise")
+            if parts is not None
         ]
 
-    def encode_items(
+    @overload
+    def encode_items(  # type: ignore[overload-overlap]
         self,
         items: Sequence[Item],
         *,
         on_error: OnError = "raise",
         layout: BatchLayout = "auto",
         out_sharding: Sharding | None = None,
-    ) -> list[Any]:
+        progress: bool = False,
+    ) -> list[Any]: ...
+
+    @overload
+    def encode_items(
+        self,
+        items: Iterable[Item],
+        *,
+        on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
+        out_sharding: Sharding | None = None,
+        progress: bool = False,
+    ) -> Iterator[Any]: ...
+
+    def encode_items(
+        self,
+        items: Iterable[Item],
+        *,
+        on_error: OnError = "raise",
+        layout: BatchLayout = "auto",
+        out_sharding: Sharding | None = None,
+        progress: bool = False,
+    ) -> list[Any] | Iterator[Any]:
         """Encodes preprocessed items; see `encode`."""
-        groups = self._checked([[item] for item in items], on_error)
-        return self._encode_groups(groups, layout=layout, out_sharding=out_sharding)
+
+        def read(position: int, item: Item) -> Iterator[Item]:
+            yield self._checked(item, f"item {position}")
+
+        results = self._results(
+            items,
+            read,
+            on_error=on_error,
+            layout=layout,
+            out_sharding=out_sharding,
+            progress="items" if progress else None,
+        )
+        return list(results) if isinstance(items, Sequence) else results
 
     # --- the pieces of it
 
@@ -190,16 +282,27 @@ class Encoder:
         """
         if not items:
             raise InputError("pack: there are no items")
-        self._checked([[item] for item in items], "raise")
-        batches = list(self._batches(items, layout))
+        items = [self._checked(item, f"item {i}") for i, item in enumerate(items)]
+        batches = list(
+            pack(
+                list(map(self.config.pieces, items)),
+                self._ladder,
+                window=self.config.window,
+                units=list(map(self.config.item_unit, items)),
+                names=[item.name for item in items],
+                layout=layout,
+                together=True,
+            )
+        )
         if len(batches) != 1:
             tokens = sum(sum(self.config.pieces(item)) for item in items)
-            largest = max(self.budgets, key=lambda budget: budget.tokens)
+            largest = self._ladder.largest
             raise InputError(
                 f"{len(items)} items of {tokens} tokens make {len(batches)} batches: the largest budget is "
                 f"{largest.rows} rows of {largest.row} tokens. Pack fewer, use encode_items, or load with budgets="
             )
-        return batches[0][1]
+        budget, placed = batches[0]
+        return self.config.layout(items, placed, budget, self._parts)
 
     def apply(self, params: Params, batch: Batch, capture: Sequence[int] | Literal["all"] = ()) -> Any:
         """Runs the encoder on one batch: a pure function, for your own jit, grad or pipeline.
@@ -265,10 +368,9 @@ class Encoder:
             unflatten_dict(placed, sep="/"),
             dtype=self.dtype,
             precision=self.precision,
-            budgets=self.budgets,
             provenance={**self.provenance, "changed": True},
         )
-        other.compiled = self.compiled
+        other.compiled, other._ladder = self.compiled, self._ladder
         return other
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -281,47 +383,11 @@ class Encoder:
 
     # --- private
 
-    def _ladder(self, given: Sequence[Budget] | None) -> tuple[Budget, ...]:
-        config, rows, parts = self.config, self.plan.rows_parts, self.plan.length_parts
-        if given is None:
-            return packing.budgets(
-                config.lengths(),
-                partial(config.token_axes, parts=parts),
-                rows=rows,
-                parts=parts,
-                window=config.window,
-                unit=config.unit,
-            )
-        for budget in given:
-            axes = config.token_axes(budget, parts)
-            share = packing.spread_unit(config.window, rows=budget.rows, unit=config.unit)
-            if (
-                budget.rows % rows
-                or budget.length % config.unit
-                or budget.spread % share
-                or not packing.divides(axes, parts)
-            ):
-                shared = ", ".join(f"{axis} {axes[axis]} over {n}" for axis, n in parts.items() if n > 1)
-                raise ValueError(
-                    f"{budget} does not divide on this plan: rows must be a multiple of {rows}, the length of "
-                    f"{config.unit}, spread of {share}{shared and ', and of what divides ' + shared}"
-                )
-        return tuple(sorted(given))
-
     def _full(self, budget: Budget) -> tuple[Workload, Batching]:
-        """The work of a budget's program, whatever is in it, and how it lies."""
-        rows, parts = budget.rows, self.plan.rows_parts
-        whole = self.config.workload((budget.length,)).tokens if budget.length else ()
-        items = (budget.length,) * (rows if whole else 0) + ((rows * budget.spread,) if budget.spread else ())
-        workload = self.config.workload(items)
-        share = len(whole) * rows // parts  # of the pieces that lie in rows
-        batching = Batching(
-            tuple(tuple(range(part * share, (part + 1) * share)) for part in range(parts)),
-            tuple(range(parts * share, len(workload.tokens))),
-        )
-        return workload, batching
+        return full_work(self.config, self.plan, budget)
 
-    def _read(self, *, on_error: OnError, **kinds: Iterable[Any] | None) -> list[list[Item] | None]:
+    def _given(self, **kinds: Iterable[Any] | None) -> tuple[str, Iterable[Any]]:
+        """The one kind of sources that a call was given."""
         given = {kind: sources for kind, sources in kinds.items() if sources is not None}
         if len(given) != 1:
             raise TypeError(f"give exactly one of {', '.join(f'{kind}=[...]' for kind in self.config.kinds)}")
@@ -330,71 +396,59 @@ class Encoder:
             raise TypeError(f"{self.plan.encoder} encodes {' and '.join(self.config.kinds)}, not {kind}")
         if isinstance(sources, str | bytes) or hasattr(sources, "__array__") or not isinstance(sources, Iterable):
             raise TypeError(f"{kind}= takes a list, even of one; a {type(sources).__name__} was given")
+        return kind, sources
 
-        def read(position: int, source: Any) -> list[Item]:
-            name = str(source) if isinstance(source, str | Path) else f"{kind}[{position}]"
-            return list(self.config.read(kind, source, name=name))
+    def _read(self, kind: str, position: int, source: Any) -> Iterator[Item]:
+        name = str(source) if isinstance(source, str | Path) else f"{kind}[{position}]"
+        for item in self.config.read(kind, source, name=name):
+            yield self._checked(item, name)
 
-        groups = [_attempt(partial(read, i, source), on_error) for i, source in enumerate(sources)]
-        return self._checked(groups, on_error)
-
-    def _checked(self, groups: Sequence[Sequence[Item] | None], on_error: OnError) -> list[list[Item] | None]:
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error is {on_error!r}; it can be 'raise' or 'skip'")
+    def _checked(self, item: Item, name: str) -> Item:
+        """The item, with a name for errors if it had none."""
         expected = VisionItem if self.config.modality == "vision" else AudioItem
+        name = getattr(item, "name", "") or name
+        if not isinstance(item, expected):
+            raise InputError(
+                f"{name}: is of type {type(item).__name__}; {self.plan.encoder} encodes {expected.__name__}"
+            )
+        named = item if item.name else replace(item, name=name)
+        self.config.check(named)
+        return named
 
-        def check(position: int, group: Sequence[Item]) -> list[Item]:
-            for item in group:
-                name = getattr(item, "name", "") or f"item {position}"
-                if not isinstance(item, expected):
-                    raise InputError(
-                        f"{name}: is of type {type(item).__name__}; {self.plan.encoder} encodes {expected.__name__}"
-                    )
-                self.config.check(item if item.name else replace(item, name=name))
-            return list(group)
-
-        return [
-            group if group is None else _attempt(partial(check, i, group), on_error) for i, group in enumerate(groups)
-        ]
-
-    def _encode_groups(
-        self, groups: Sequence[Sequence[Item] | None], *, layout: BatchLayout, out_sharding: Sharding | None
-    ) -> list[Any]:
-        items = [item for group in groups if group is not None for item in group]
-        sizes = list(map(self.config.output_rows, items))
-        results: dict[int, np.ndarray] = {}
-        # the next batch is laid out while a device computes this one, and no more than that is held
-        running: deque[tuple[jax.Array, packing.Slots]] = deque()
-
-        def collect() -> None:
-            rows, slots = running.popleft()
-            packing.unpack(_to_host(rows), slots, results, sizes)
-
-        for budget, batch in self._batches(items, layout):
-            running.append((self._dispatch(budget, batch), batch.rows))
-            if len(running) > 1:
-                collect()
-        while running:
-            collect()
-        ordered = iter(results[i] for i in range(len(items)))
-        out: list[Any] = []
-        for group in groups:
-            parts = [next(ordered) for _ in group] if group is not None else None
-            rows_of = parts if parts is None else (parts[0] if len(parts) == 1 else np.concatenate(parts))
-            out.append(rows_of if rows_of is None or out_sharding is None else jax.device_put(rows_of, out_sharding))
-        return out
-
-    def _batches(self, items: Sequence[Item], layout: BatchLayout) -> Iterable[tuple[Budget, Batch]]:
-        packed = packing.pack(
-            list(map(self.config.pieces, items)),
-            {budget: cost.seconds for budget, cost in self.costs.items()},
-            window=self.config.window,
-            units=list(map(self.config.item_unit, items)),
-            names=[item.name or f"item {i}" for i, item in enumerate(items)],
-            layout=layout,
+    def _results(
+        self,
+        sources: Iterable[Any],
+        read: Callable[[int, Any], Iterator[Item]],
+        *,
+        on_error: OnError,
+        layout: BatchLayout,
+        out_sharding: Sharding | None,
+        progress: str | None,
+    ) -> Iterator[Any]:
+        """What `encode` gives out, one by one; `progress` is what a bar counts, where one is wanted."""
+        stream = Stream(
+            self.config,
+            self._packer(layout),
+            launch=self._launch,
+            fetch=_to_host,
+            place=lambda rows: rows if out_sharding is None else jax.device_put(rows, out_sharding),
+            on_error=_known(on_error),
         )
-        for budget, placed in packed:
-            yield budget, self.config.layout(items, placed, budget, self._parts)
+        batch = max(budget.tokens for budget in self.budgets)
+        runs = read_ahead(sources, read, size=lambda item: sum(self.config.pieces(item)), limit=batch)
+        results = stream.results(runs)
+        if progress is None:
+            return results
+        return with_progress(results, what=progress, total=len(sources) if isinstance(sources, Sized) else None)
+
+    def _packer(self, layout: BatchLayout) -> Packer:
+        return Packer(self._ladder, window=self.config.window, layout=layout)
+
+    def _launch(
+        self, items: Sequence[Item], placed: Sequence[Placed], budget: Budget
+    ) -> tuple[jax.Array, packing.Slots]:
+        batch = self.config.layout(items, placed, budget, self._parts)
+        return self._dispatch(budget, batch), batch.rows
 
     @property
     def _parts(self) -> Mapping[str, int]:
@@ -485,14 +539,10 @@ def checkpoint_metadata(config: EncoderConfig, provenance: Mapping[str, Any]) ->
     }
 
 
-def _attempt(read: Any, on_error: OnError) -> Any:
-    try:
-        return read()
-    except InputError as error:
-        if on_error == "raise":
-            raise
-        logger.warning("skipped: %s", error)
-        return None
+def _known(on_error: OnError) -> OnError:
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is {on_error!r}; it can be 'raise' or 'skip'")
+    return on_error
 
 
 def _place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -1,12 +1,17 @@
 """Both command lines: results on stdout, progress and errors on stderr, exit codes 0, 1 and 2."""
 
+import contextlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -327,6 +332,70 @@ def test_encode_writes_nothing_where_every_file_is_bad(command, kimi_folder, tmp
     result = command(jaxenc_app, "encode", kimi_folder, *bad, "-o", out, "--skip-bad", "--quiet", "--json")
     assert_error(result, "none of the 2 files could be read")
     assert not out.exists()
+
+
+def test_encode_leaves_what_is_there_where_writing_fails(command, kimi_folder, photo, tmp_path, monkeypatch):
+    out = tmp_path / "rows.npz"
+    out.write_bytes(b"of an earlier run")
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", full_disk)
+    assert_error(command(jaxenc_app, "encode", kimi_folder, photo, "-o", out, "--quiet"), "no space left")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npz"]
+    assert out.read_bytes() == b"of an earlier run"
+
+
+def test_encode_that_is_interrupted_exits_with_130_and_writes_nothing(kimi_folder, photo, tmp_path):
+    files = [str(photo)] * 10_000
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxenc", "encode", str(kimi_folder), *files, "-o", str(tmp_path / "rows.npz")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "encoding 10000 files" in process.stderr.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "shown"), [((), True), (("--quiet",), False), (("--json",), False)])
+def test_encode_shows_how_far_it_is_on_a_terminal(command, kimi_folder, photo, tmp_path, monkeypatch, arguments, shown):
+    asked = []
+    encode = jaxenc.Encoder.encode
+    monkeypatch.setattr(
+        jaxenc.Encoder, "encode", lambda self, **how: asked.append(how["progress"]) or encode(self, **how)
+    )
+    code, _, err = command(jaxenc_app, "encode", kimi_folder, photo, "-o", tmp_path / "rows.npz", *arguments)
+    assert (code, asked) == (0, [shown])
+    # captured stderr is no terminal
+    assert "1/1" not in err
+
+
+def test_warnings_move_above_a_progress_bar(kimi_folder, photo, tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no picture")
+    encode = jaxenc.Encoder.encode
+    moved = io.StringIO()
+
+    def with_a_bar(self, **how):
+        with contextlib.redirect_stderr(moved):
+            return encode(self, **how)
+
+    monkeypatch.setattr(jaxenc.Encoder, "encode", with_a_bar)
+    handlers = logging.root.handlers[:]
+    logging.root.handlers.clear()
+    try:
+        arguments = [kimi_folder, bad, photo, "-o", tmp_path / "rows.npz", "--skip-bad"]
+        assert console.run(jaxenc_app, ["encode", *map(str, arguments)]) == 0
+    finally:
+        logging.root.handlers[:] = handlers
+    assert moved.getvalue().startswith(f"skipped: {bad}")
 
 
 def test_encode_checks_where_it_writes_first(command, kimi_folder, photo, tmp_path):

@@ -148,7 +148,7 @@ def test_an_empty_call_gives_an_empty_list(kimi):
 
 
 def test_a_generator_is_as_good_as_a_list(kimi, photo):
-    assert_same(kimi.encode(images=(image for image in [photo])), kimi.encode(images=[photo]))
+    assert_same(list(kimi.encode(images=(image for image in [photo]))), kimi.encode(images=[photo]))
 
 
 def test_a_videos_rows_are_those_of_its_chunks_one_after_the_other(kimi, video):

@@ -23,6 +23,7 @@ from jaxenc.models import (
     qwen3_omni_audio,
     whisper,
 )
+from jaxenc.packing import Budget
 
 VARIANTS = [
     pytest.param(config, id=f"{family}:{variant}")
@@ -338,7 +339,8 @@ def test_the_stated_work_is_what_xla_counts(config, item, tokens):
         for path, p in declared(abstract_module(config, dtype="bfloat16")).items()
     }
     # bfloat16: float32 products are cut in blocks on CPU, and XLA counts the GELU before them once a block
-    encoder = Encoder(config, plan, unflatten_dict(params, sep="/"), dtype=jnp.bfloat16)
+    full = [Budget(tokens, 1)]
+    encoder = Encoder(config, plan, unflatten_dict(params, sep="/"), dtype=jnp.bfloat16, budgets=full)
     batch = encoder.pack([item])
     # the row is full: nothing is computed for padding
     assert int((batch.tokens.item >= 0).sum()) == batch.tokens.item.size == tokens

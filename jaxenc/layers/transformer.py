@@ -78,6 +78,11 @@ class TransformerConfig:
     out_bias: bool = True
     mlp_bias: bool = True
 
+    @property
+    def pair_flops(self) -> float:
+        """FLOPs of two tokens that attend to each other, over all layers: a score, and a value weighed by it."""
+        return self.layers * 4.0 * self.heads * self.head_dim
+
     def work(self, tokens: Sequence[int], *, windows: bool, unit: int = 1) -> tuple[GroupWork, GroupWork]:
         """The work of attention and MLPs over segments of so many tokens (two FLOPs a multiply-add).
 

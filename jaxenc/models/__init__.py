@@ -1,6 +1,6 @@
 """The families of encoders, and what each of them offers to the rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
@@ -75,13 +75,13 @@ class EncoderConfig(Protocol):
         """What encoding items of so many tokens costs, group by group."""
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for, ascending."""
+        """Row lengths to choose from, ascending; the last but one holds the largest item, the last several."""
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget, where each axis is divided over so many devices."""
 
-    def read(self, kind: str, source: Any, *, name: str) -> Sequence[Item]:
-        """The items of one file or array."""
+    def read(self, kind: str, source: Any, *, name: str) -> Iterable[Item]:
+        """The items of one file or array; those of a long one as they are wanted."""
 
     def check(self, item: Any) -> None:
         """Raises InputError for an item that this encoder cannot encode."""

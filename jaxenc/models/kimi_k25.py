@@ -3,7 +3,7 @@
 Source: the published model code and `Kimi_K25VisionModel` of transformers 5.24.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -218,8 +218,8 @@ class Config:
         return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
-        return (256, 512, 1024, 2048, 4096, 8192, 16384, 20480)
+        """Row lengths to choose from. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
+        return (256, 1024, 4096, 8192, 17_920, 65_536)
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget."""
@@ -227,7 +227,7 @@ class Config:
 
     # --- items in, arrays out
 
-    def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:
+    def read(self, kind: str, source: Any, *, name: str) -> Iterable[VisionItem]:
         """The item of one picture, or those of a video's chunks, as the published processor makes them."""
         if kind == "images":
             frames = load_image(source, name=name)[None]
@@ -244,18 +244,16 @@ class Config:
                 )
             ]
         video, fps = source if isinstance(source, tuple) else (source, None)
-        return list(
-            navit_video_items(
-                iter_frames(video, fps=fps, sample_fps=SAMPLE_FPS, name=name),
-                frames_per_chunk=self.frames,
-                patch=self.patch,
-                merge=self.merge,
-                patch_limit=FRAME_PATCHES,
-                side_limit=ROTARY_POSITIONS,
-                mean=MEAN,
-                std=STD,
-                name=name,
-            )
+        return navit_video_items(
+            iter_frames(video, fps=fps, sample_fps=SAMPLE_FPS, name=name),
+            frames_per_chunk=self.frames,
+            patch=self.patch,
+            merge=self.merge,
+            patch_limit=FRAME_PATCHES,
+            side_limit=ROTARY_POSITIONS,
+            mean=MEAN,
+            std=STD,
+            name=name,
         )
 
     def check(self, item: VisionItem) -> None:

@@ -229,8 +229,8 @@ class Config:
         return Workload(windows, (*self.transformer.work(windows, windows=True), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for: 1 to 64 windows of 8 seconds."""
-        return tuple(self.window << i for i in range(7))
+        """Row lengths to choose from: 1 to 64 windows of 8 seconds."""
+        return tuple(self.window * count for count in (1, 2, 8, 32, 64))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget; the stem's tokens are chunks."""

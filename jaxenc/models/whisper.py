@@ -174,7 +174,7 @@ class Config:
         return Workload(clips, (*self.transformer.work(clips, windows=True), stem))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to compile for: 1 to 8 recordings."""
+        """Row lengths to choose from: 1 to 8 recordings."""
         return tuple(self.positions << i for i in range(4))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 WHITE = (255, 255, 255)
+# one PIL image may be given several times, and is decoded only when loaded, which two threads must not do at once
+_LOADING = tuple(threading.Lock() for _ in range(64))
 # What Pillow's readers raise on damaged files, beside OSError and its own decompression-bomb classes.
 _DAMAGED = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, OverflowError, RuntimeError),
@@ -60,7 +63,8 @@ def load_image(
         image = source if isinstance(source, pil.Image) else pil.open(open_source(source, name))
         if 0 in image.size:
             raise InputError(f"{name}: the image is empty ({image.width} x {image.height})")
-        image.load()
+        with _LOADING[id(image) // 16 % len(_LOADING)]:
+            image.load()
         image = require("PIL.ImageOps").exif_transpose(image)
         return _to_rgb(image, name, background)
     except InputError:
