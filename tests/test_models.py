@@ -191,6 +191,16 @@ def test_whisper_is_read_from_its_config():
     assert published_configs(WHISPER_TINY, name="config.json") == [whisper.VARIANTS["tiny"]]
 
 
+def test_whisper_has_every_published_size():
+    heads = {"large-v3": 20, "large-v3-turbo": 20, "large-v2": 20, "medium": 16, "small": 12, "base": 8, "tiny": 6}
+    english = {f"{size}.en": heads[size] for size in ("medium", "small", "base", "tiny")}
+    assert {size: config.heads for size, config in whisper.VARIANTS.items()} == {**heads, **english}
+    # 80 mel bins up to version 2; heads are 64 wide and MLPs four times the width in all of them
+    assert {size for size, config in whisper.VARIANTS.items() if config.mel == 128} == {"large-v3", "large-v3-turbo"}
+    assert all(c.head_dim == 64 and c.mlp == 4 * c.embed for c in whisper.VARIANTS.values())
+    assert set(whisper.Config.published) == {f"openai/whisper-{size}" for size in whisper.VARIANTS}
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [

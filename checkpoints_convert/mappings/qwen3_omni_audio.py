@@ -4,6 +4,7 @@ transformers keeps the published names; only what stands before `audio_tower.` d
 """
 
 from checkpoints_convert.mapping import Mapping, linear, norm
+from checkpoints_convert.mappings.whisper_parts import blocks
 
 
 def mappings(
@@ -33,29 +34,12 @@ def mappings(
         {"original": ...}
     """
     prefix = "thinker.audio_tower."
-    block = prefix + "layers.{layer}."
-    per_head = (heads, embed // heads)
     entries = (
         *linear("stem/conv1", f"{prefix}conv2d1", stored=(conv_channels, 1, kernel, kernel)),
         *linear("stem/conv2", f"{prefix}conv2d2", stored=(conv_channels, conv_channels, kernel, kernel)),
         *linear("stem/conv3", f"{prefix}conv2d3", stored=(conv_channels, conv_channels, kernel, kernel)),
         *linear("stem/out", f"{prefix}conv_out", stored=(embed, conv_features), bias=False),
-        *norm("layers/attention_norm", f"{block}self_attn_layer_norm", embed),
-        *(
-            entry
-            for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
-            for entry in linear(
-                f"layers/attention/{ours}",
-                f"{block}self_attn.{theirs}",
-                stored=(embed, embed),
-                shape=(*per_head, embed),
-                bias_shape=per_head,
-            )
-        ),
-        *linear("layers/attention/out", f"{block}self_attn.out_proj", stored=(embed, embed), shape=(embed, *per_head)),
-        *norm("layers/mlp_norm", f"{block}final_layer_norm", embed),
-        *linear("layers/mlp/up", f"{block}fc1", stored=(mlp, embed)),
-        *linear("layers/mlp/down", f"{block}fc2", stored=(embed, mlp)),
+        *blocks(prefix, embed=embed, heads=heads, mlp=mlp, key_bias=True),
         *norm("final_norm", f"{prefix}ln_post", embed),
         *linear("projector/up", f"{prefix}proj1", stored=(embed, embed)),
         *linear("projector/down", f"{prefix}proj2", stored=(projector_out, embed)),
