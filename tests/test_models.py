@@ -20,6 +20,7 @@ from jaxenc.models import (
     kimi_k25,
     named_config,
     published_configs,
+    qwen3_asr_audio,
     qwen3_omni_audio,
     whisper,
 )
@@ -81,6 +82,14 @@ QWEN_AUDIO = {
     "n_window_infer": 800,
     "activation_function": "gelu",
     "scale_embedding": False,
+}
+QWEN_ASR = QWEN_AUDIO | {
+    "model_type": "qwen3_asr_audio_encoder",
+    "encoder_layers": 18,
+    "d_model": 896,
+    "encoder_attention_heads": 14,
+    "encoder_ffn_dim": 3584,
+    "output_dim": 1024,
 }
 WHISPER_TINY = {
     "model_type": "whisper",
@@ -178,6 +187,19 @@ def test_the_audio_tower_is_found_at_every_depth_of_the_config(config):
     assert published_configs(config, name="config.json") == [qwen3_omni_audio.Config()]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_asr", "thinker_config": {"audio_config": QWEN_ASR, "model_type": "qwen3_asr"}},
+        {"model_type": "qwen3_asr", "audio_config": QWEN_ASR | {"model_type": "qwen3_asr_encoder"}},
+        QWEN_ASR,
+    ],
+    ids=["published", "transformers", "tower alone"],
+)
+def test_qwen3_asr_is_its_own_family(config):
+    assert published_configs(config, name="config.json") == [qwen3_asr_audio.VARIANTS["0.6b"]]
+
+
 def test_audio_sizes_that_are_not_the_defaults_are_read():
     sizes = (3, 96, 8, 200, 64, 16, 48, 25, 200)
     keys = [key for key in QWEN_AUDIO if key not in ("model_type", "activation_function", "scale_embedding")]
@@ -261,7 +283,7 @@ def test_encoders_are_found_by_family_and_variant():
     assert named_config("kimi_k25") == named_config("kimi_k25:k2.5") == kimi_k25.Config()
     assert named_config("whisper") == named_config("whisper:large-v3")
     assert named_config("whisper:tiny.en").heads == 6
-    with pytest.raises(ConfigError, match=r"wisper: no such encoder; there are kimi_k25, qwen3_omni_audio, whisper"):
+    with pytest.raises(ConfigError, match=r"wisper: no such encoder; there are kimi_k25, .*whisper"):
         named_config("wisper")
     with pytest.raises(ConfigError, match=r"whisper:huge: whisper has the variants large-v3, .*tiny\.en"):
         named_config("whisper:huge")
@@ -272,11 +294,10 @@ def test_encoders_lists_every_family_with_its_heads():
     assert heads["kimi_k25"] == {"k2.5": 16}
     assert heads["qwen3_omni_audio"] == {"30b-a3b": 20}
     assert heads["whisper"]["tiny.en"] == 6
-    assert {e.name: e.modality for e in jaxenc.encoders()} == {
-        "kimi_k25": "vision",
-        "qwen3_omni_audio": "audio",
-        "whisper": "audio",
-    }
+    assert heads["qwen3_asr_audio"] == {"1.7b": 16, "0.6b": 14}
+    modality = {e.name: e.modality for e in jaxenc.encoders()}
+    assert modality["kimi_k25"] == "vision"
+    assert modality["qwen3_asr_audio"] == modality["qwen3_omni_audio"] == modality["whisper"] == "audio"
     assert all(e.published for e in jaxenc.encoders())
 
 

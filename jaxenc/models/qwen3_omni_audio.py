@@ -156,6 +156,7 @@ class Config:
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(
+            family=self.family,
             layers=self.layers,
             embed=self.embed,
             heads=self.heads,

@@ -14,6 +14,7 @@ from tests.checkpoints_convert import tiny
 
 KIMI = mappings.kimi_k25.mappings(**tiny.KIMI)
 QWEN = mappings.qwen3_omni_audio.mappings(**tiny.QWEN)
+ASR = mappings.qwen3_omni_audio.mappings(**{**tiny.QWEN, "family": "qwen3_asr_audio"})
 WHISPER = mappings.whisper.mappings(**tiny.WHISPER)
 NATIVE = tiny.kimi_transformers(tiny.kimi_original())
 VLLM = {
@@ -22,6 +23,10 @@ VLLM = {
     ): v
     for name, v in tiny.kimi_original().items()
 }
+ASR_NATIVE = {
+    name.replace("audio_tower.proj", "multi_modal_projector.linear_"): v
+    for name, v in tiny.qwen_audio("model.audio_tower.").items()
+}
 CHECKPOINTS = [
     pytest.param(KIMI, tiny.kimi_original(), "original", id="kimi-original"),
     pytest.param(KIMI, VLLM, "original", id="kimi-original-vllm-projector"),
@@ -29,7 +34,11 @@ CHECKPOINTS = [
     pytest.param(KIMI, {k.removeprefix("model."): v for k, v in NATIVE.items()}, "transformers", id="kimi-no-model"),
     pytest.param(QWEN, tiny.qwen_audio(), "original", id="qwen"),
     pytest.param(QWEN, tiny.qwen_audio("audio_tower."), "original", id="qwen-thinker-alone"),
-    pytest.param(QWEN, tiny.qwen_audio("model.audio_tower."), "original", id="qwen-asr"),
+    pytest.param(ASR, tiny.qwen_audio(), "original", id="qwen-asr"),
+    pytest.param(ASR, ASR_NATIVE, "transformers", id="qwen-asr-transformers"),
+    pytest.param(
+        ASR, {k.removeprefix("model."): v for k, v in ASR_NATIVE.items()}, "transformers", id="qwen-asr-no-model"
+    ),
     pytest.param(WHISPER, tiny.whisper(), "original", id="whisper"),
     pytest.param(WHISPER, tiny.whisper("encoder."), "original", id="whisper-no-model"),
 ]

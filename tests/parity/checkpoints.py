@@ -339,6 +339,41 @@ def _omni_configs(sizes: AudioSizes) -> dict[str, Config]:
     }
 
 
+# Qwen3-ASR: the same tower
+
+
+def qwen3_asr_audio(sizes: AudioSizes = AudioSizes(heads=7), *, seed: int = 0) -> Checkpoint:
+    """A tiny Qwen3-ASR: the tensors of `qwen3_omni_audio` at those sizes.
+
+    Layouts: `original` (published: thinker.audio_tower.*) and `transformers` (the projector beside the tower). Configs
+    have the same names.
+    """
+    omni = qwen3_omni_audio(sizes, seed=seed)
+    native = {
+        f"model.audio_tower.{name}".replace("audio_tower.proj", "multi_modal_projector.linear_"): value
+        for name, value in omni.tensors["tower"].items()
+    }
+    audio = {**omni.configs["original"]["thinker_config"]["audio_config"], "model_type": "qwen3_asr_audio_encoder"}
+    text = {"hidden_size": sizes.output, "model_type": "qwen3", "num_hidden_layers": 1, "vocab_size": 96}
+    keys = ("d_model", "downsample_hidden_size", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers",
+            "n_window", "n_window_infer", "num_mel_bins", "output_dim", "activation_function",
+            "scale_embedding")  # fmt: skip
+    common = {"architectures": ["Qwen3ASRForConditionalGeneration"], "model_type": "qwen3_asr"}
+    thinker = {"audio_config": audio, "model_type": "qwen3_asr", "text_config": text}
+    native_audio = {key: audio[key] for key in keys} | {"model_type": "qwen3_asr_encoder"}
+    return Checkpoint(
+        {"original": omni.tensors["original"], "transformers": native},
+        {
+            "original": _omni_neighbours("thinker.", sizes.embed),
+            "transformers": {"model.language_model.norm.weight": _nan(sizes.output), "lm_head.weight": _nan(96, 8)},
+        },
+        {
+            "original": {**common, "support_languages": ["English"], "thinker_config": thinker},
+            "transformers": {**common, "audio_config": native_audio, "text_config": text},
+        },
+    )
+
+
 # Whisper: encoder
 
 
@@ -456,6 +491,7 @@ def _stored(value: np.ndarray, dtype: str | None) -> np.ndarray:
 
 MAKERS: dict[str, Callable[..., Checkpoint]] = {
     "kimi_k25": kimi_k25,
+    "qwen3_asr_audio": qwen3_asr_audio,
     "qwen3_omni_audio": qwen3_omni_audio,
     "whisper": whisper,
 }

@@ -8,7 +8,8 @@ the places where transformers computes in float32 whatever the model's dtype are
 Kimi_K25VisionModel: rotary tables (`Kimi_K25VisionRotaryEmbedding.forward`) and their application
 (`apply_rotary_pos_emb_vision`), the temporal sinusoids (`compute_pos_embed`), the resampling weights
 (`_interpolation_axis_taps_weights`; F.interpolate takes their place, in double) and the mean over frames
-(`temporal_merge`). Qwen3OmniMoeAudioEncoder: the sinusoids (`compute_default_singular_positional_embedding`).
+(`temporal_merge`). Qwen3OmniMoeAudioEncoder and
+Qwen3ASREncoder: the sinusoids (`compute_default_singular_positional_embedding`).
 WhisperEncoder: nothing. (Eager attention would add its float32 softmax; it is not used.)
 
 `alter=` takes one mistake that a port could make and returns what it would compute. A test that compares with the truth
@@ -29,9 +30,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Kimi_K25Config, WhisperConfig
+from transformers import Kimi_K25Config, Qwen3ASRConfig, WhisperConfig
 from transformers.activations import ACT2FN
 from transformers.models.kimi_k25 import modeling_kimi_k25 as kimi_modeling
+from transformers.models.qwen3_asr import modeling_qwen3_asr as asr_modeling
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni_modeling
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -228,9 +230,6 @@ class Qwen3OmniAudio:
     def _model(self, dtype: Dtype) -> nn.Module:
         if dtype not in self._models:
             model = qwen3_omni_audio_module(self.checkpoint.configs["tower"], self.checkpoint.tensors["tower"], dtype)
-            if dtype == "float64":
-                positions = model.positional_embedding
-                positions.positional_embedding = whisper_sinusoids(positions.length, positions.channels)
             self._models[dtype] = model
         return self._models[dtype]
 
@@ -266,6 +265,32 @@ class Qwen3OmniAudio:
                 for layer in model.layers:
                     x = layer(x, boundaries)[0]
             return model.proj2(model.act(model.proj1(model.ln_post(x)))), hidden
+
+
+@dataclass(frozen=True)
+class Qwen3AsrAudio:
+    """The Qwen3-ASR audio tower and its projector."""
+
+    checkpoint: Checkpoint
+    _models: dict[str, tuple[nn.Module, nn.Module]] = field(default_factory=dict, repr=False)
+
+    def run(self, items: Sequence[np.ndarray], *, dtype: Dtype = "float64") -> Encoded:
+        """Encode all clips in one call, each with zeros up to whole chunks and a mask, as the processor makes them."""
+        if dtype not in self._models:
+            self._models[dtype] = qwen3_asr_modules(
+                self.checkpoint.configs["transformers"], self.checkpoint.tensors["transformers"], dtype
+            )
+        tower, projector = self._models[dtype]
+        lengths = [item.shape[1] for item in items]
+        frames = -(-max(lengths) // 100) * 100
+        features = np.stack([np.pad(item, ((0, 0), (0, frames - item.shape[1]))) for item in items])
+        mask = torch.arange(frames) < torch.tensor(lengths)[:, None]
+        with torch.no_grad(), _recorded(tower.layers) as hidden:
+            features = torch.from_numpy(features).to(getattr(torch, dtype))
+            rows = projector(tower(features, mask.long()).last_hidden_state)
+        tokens = [audio_tokens(length) for length in lengths]
+        states = [_split(state, tokens) for state in hidden]
+        return Encoded(_split(rows, tokens), [np.stack(layers) for layers in zip(*states, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -319,7 +344,16 @@ def qwen3_omni_audio_module(config: Config, tensors: Tensors, dtype: Dtype) -> n
     """The audio tower from its own config and tensors without prefix."""
     audio_config = Qwen3OmniMoeAudioEncoderConfig(**config)
     audio_config._attn_implementation = "sdpa"
-    return _loaded(omni_modeling.Qwen3OmniMoeAudioEncoder(audio_config), tensors, "", dtype)
+    return _with_sinusoids(_loaded(omni_modeling.Qwen3OmniMoeAudioEncoder(audio_config), tensors, "", dtype), dtype)
+
+
+def qwen3_asr_modules(config: Config, tensors: Tensors, dtype: Dtype) -> tuple[nn.Module, nn.Module]:
+    """(audio tower, projector) of Qwen3-ASR from a transformers config and tensors in transformers' layout."""
+    full = Qwen3ASRConfig(**config)
+    full.audio_config._attn_implementation = "sdpa"
+    tower = _loaded(asr_modeling.Qwen3ASREncoder(full.audio_config), tensors, "model.audio_tower.", dtype)
+    projector = asr_modeling.Qwen3ASRMultiModalProjector(full)
+    return _with_sinusoids(tower, dtype), _loaded(projector, tensors, "model.multi_modal_projector.", dtype)
 
 
 def whisper_module(config: Config, tensors: Tensors, dtype: Dtype) -> nn.Module:
@@ -344,6 +378,13 @@ def _loaded(module: nn.Module, tensors: Tensors, prefix: str, dtype: Dtype) -> n
 
 
 # What the truth computes in place of the originals' float32
+
+
+def _with_sinusoids(tower: nn.Module, dtype: Dtype) -> nn.Module:
+    if dtype == "float64":
+        positions = tower.positional_embedding
+        positions.positional_embedding = whisper_sinusoids(positions.length, positions.channels)
+    return tower
 
 
 def resample_bicubic(table: torch.Tensor, height: int, width: int, *, antialias: bool = False) -> torch.Tensor:
