@@ -13,7 +13,7 @@ from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.errors import ConfigError
 from jaxenc.items import Item
 from jaxenc.layers.transformer import TransformerConfig
-from jaxenc.models import kimi_k25, qwen3_asr_audio, qwen3_omni_audio, whisper
+from jaxenc.models import kimi_k25, qwen2_5_omni_audio, qwen2_audio, qwen3_asr_audio, qwen3_omni_audio, whisper
 from jaxenc.packing import Batch, Budget, Placed
 from sharding_rules import Workload
 
@@ -90,7 +90,10 @@ class EncoderConfig(Protocol):
         """The arrays of one batch; of an empty one, their shapes. `parts` are those of the batch and of token axes."""
 
 
-FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_asr_audio, qwen3_omni_audio, whisper)}
+FAMILIES = {
+    module.Config.family: module
+    for module in (kimi_k25, qwen2_5_omni_audio, qwen2_audio, qwen3_asr_audio, qwen3_omni_audio, whisper)
+}
 
 
 @dataclass(frozen=True)

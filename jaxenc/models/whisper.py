@@ -24,7 +24,7 @@ from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import read_whisper_sizes
 from jaxenc.packing import Batch, Budget, Placed
-from jaxenc.preprocess.audio import HOP_SAMPLES, load_audio, log_mel, pad_or_trim
+from jaxenc.preprocess.audio import load_audio, padded_log_mel
 from sharding_rules import Workload
 
 EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
@@ -171,13 +171,8 @@ class Config:
 
     def read(self, kind: str, source: Any, *, name: str) -> list[AudioItem]:
         """The item of one recording, of at most 30 seconds."""
-        samples = load_audio(source, name=name)
-        longest = self.frames * HOP_SAMPLES
-        if len(samples) > longest:
-            raise InputError(
-                f"{name}: {len(samples) / 16_000:.1f} s of audio; Whisper reads {longest / 16_000:.0f} s: cut it first"
-            )
-        return [AudioItem(log_mel(pad_or_trim(samples, longest), bins=self.mel, name=name), name=name)]
+        mel, recorded = padded_log_mel(load_audio(source, name=name), bins=self.mel, frames=self.frames, name=name)
+        return [AudioItem(mel, name=name, frames=recorded)]
 
     def check(self, item: AudioItem) -> None:
         """Refuses an item that this encoder cannot encode.
