@@ -6,14 +6,6 @@ from typing import Any
 from jaxenc.errors import ConfigError
 
 Keys = tuple[str, ...]
-# what WhisperConfig and its descendants call the sizes that all of them have
-WHISPER_KEYS: Mapping[str, Keys] = {
-    "layers": ("encoder_layers",),
-    "embed": ("d_model",),
-    "heads": ("encoder_attention_heads",),
-    "mlp": ("encoder_ffn_dim",),
-    "mel": ("num_mel_bins",),
-}
 LISTS = ("merge_kernel_size",)  # sizes that may be published as one a dimension
 
 
@@ -67,16 +59,3 @@ def require(family: str, config: Mapping[str, Any], known: Mapping[str, Any]) ->
     ]
     if wrong:
         raise ConfigError(f"{family}: config.json: {'; '.join(wrong)}")
-
-
-def read_whisper_sizes(family: str, config: Mapping[str, Any], further: Mapping[str, Keys]) -> dict[str, Any]:
-    """The sizes of an encoder that descends from Whisper's, `further` ones among them; see `read_sizes`.
-
-    Raises:
-        ConfigError: a size is missing, or a setting names a function that such encoders do not compute.
-    """
-    require(family, config, {"activation_function": "gelu", "scale_embedding": False})
-    sizes = read_sizes(family, config, {**WHISPER_KEYS, **further})
-    if sizes["embed"] % sizes["heads"]:
-        raise ConfigError(f"{family}: d_model {sizes['embed']} is not a multiple of its {sizes['heads']} heads")
-    return sizes

@@ -16,7 +16,7 @@ from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.parameters import named_parameter
 from jaxenc.models import qwen2_audio
-from jaxenc.models.published import read_whisper_sizes
+from jaxenc.models.whisper_parts import read_audio_sizes
 from jaxenc.preprocess.audio import load_audio, padded_log_mel
 
 
@@ -45,7 +45,7 @@ class Config(qwen2_audio.Config):
         """
         config = config.get("thinker_config", config)
         further = {"positions": ("n_window",), "out": ("output_dim",)}
-        made = cls(**read_whisper_sizes(cls.family, config.get("audio_config", config), further))
+        made = cls(**read_audio_sizes(cls.family, config.get("audio_config", config), further))
         if made.positions % qwen2_audio.POOL:
             raise ConfigError(f"{cls.family}: n_window is {made.positions}; rows would come from two chunks if odd")
         return made

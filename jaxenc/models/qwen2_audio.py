@@ -27,12 +27,11 @@ from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import read_whisper_sizes
+from jaxenc.models.whisper_parts import EPS, audio_transformer, read_audio_sizes
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.audio import load_audio, padded_log_mel
 from sharding_rules import GroupWork, Workload
 
-EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
 POOL = 2  # tokens of a row
 
 
@@ -87,17 +86,7 @@ class Config:
     @property
     def transformer(self) -> TransformerConfig:
         """The stack. Keys have no bias."""
-        return TransformerConfig(
-            self.layers,
-            self.embed,
-            self.heads,
-            self.head_dim,
-            self.mlp,
-            EPS,
-            activation="gelu_erf",
-            fused_qkv=False,
-            key_bias=False,
-        )
+        return audio_transformer(layers=self.layers, embed=self.embed, heads=self.heads, mlp=self.mlp, key_bias=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":
@@ -107,7 +96,7 @@ class Config:
             ConfigError: a size is missing, or a setting names a function that this encoder does not compute.
         """
         further = {"positions": ("max_source_positions",)}
-        made = cls(**read_whisper_sizes(cls.family, config.get("audio_config", config), further))
+        made = cls(**read_audio_sizes(cls.family, config.get("audio_config", config), further))
         return replace(made, out=(config.get("text_config") or {}).get("hidden_size", cls.out))
 
     def build(self, *, dtype: DTypeLike) -> "Qwen2Audio":

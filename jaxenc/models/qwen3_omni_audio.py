@@ -29,12 +29,11 @@ from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import Keys, read_whisper_sizes
+from jaxenc.models.published import Keys
+from jaxenc.models.whisper_parts import EPS, audio_transformer, read_audio_sizes
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.audio import load_audio, log_mel
 from sharding_rules import GroupWork, Workload
-
-EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
 
 KEYS: Mapping[str, Keys] = {
     "channels": ("downsample_hidden_size",),
@@ -104,9 +103,7 @@ class Config:
     @property
     def transformer(self) -> TransformerConfig:
         """The stack."""
-        return TransformerConfig(
-            self.layers, self.embed, self.heads, self.head_dim, self.mlp, EPS, activation="gelu_erf", fused_qkv=False
-        )
+        return audio_transformer(layers=self.layers, embed=self.embed, heads=self.heads, mlp=self.mlp, key_bias=True)
 
     @property
     def chunk_frames(self) -> int:
@@ -142,7 +139,7 @@ class Config:
         """
         config = config.get("thinker_config", config)
         audio = config.get("audio_config", config)
-        made = cls(**read_whisper_sizes(cls.family, audio, KEYS))
+        made = cls(**read_audio_sizes(cls.family, audio, KEYS))
         if made.window_frames % made.chunk_frames:
             raise ConfigError(
                 f"{cls.family}: n_window_infer {made.window_frames} is no multiple of 2 n_window = {made.chunk_frames}"

@@ -22,12 +22,10 @@ from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import read_whisper_sizes
+from jaxenc.models.whisper_parts import EPS, audio_transformer, read_audio_sizes
 from jaxenc.packing import Batch, Budget, Placed
 from jaxenc.preprocess.audio import load_audio, padded_log_mel
 from sharding_rules import Workload
-
-EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
 
 # layers, embed, heads, mlp, mel; of turbo and of the .en models only the decoder and the vocabulary are different
 SIZES: Mapping[str, tuple[int, int, int, int, int]] = {
@@ -103,17 +101,7 @@ class Config:
     @property
     def transformer(self) -> TransformerConfig:
         """The stack. Keys have no bias."""
-        return TransformerConfig(
-            self.layers,
-            self.embed,
-            self.heads,
-            self.head_dim,
-            self.mlp,
-            EPS,
-            activation="gelu_erf",
-            fused_qkv=False,
-            key_bias=False,
-        )
+        return audio_transformer(layers=self.layers, embed=self.embed, heads=self.heads, mlp=self.mlp, key_bias=False)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":
@@ -122,7 +110,7 @@ class Config:
         Raises:
             ConfigError: a size is missing, or a setting names a function that this encoder does not compute.
         """
-        return cls(**read_whisper_sizes(cls.family, config, {"positions": ("max_source_positions",)}))
+        return cls(**read_audio_sizes(cls.family, config, {"positions": ("max_source_positions",)}))
 
     def build(self, *, dtype: DTypeLike) -> "Whisper":
         """The module."""

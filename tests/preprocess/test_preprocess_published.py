@@ -13,9 +13,9 @@ from jaxenc.preprocess import (
     load_image,
     log_mel,
     mel_filters,
-    padded_log_mel,
     navit_item,
     navit_size,
+    padded_log_mel,
     sample_indices,
 )
 
