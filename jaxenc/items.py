@@ -51,13 +51,20 @@ class AudioItem:
     Attributes:
         mel: float32 `[bins, frames]`.
         name: what error messages call the item.
+        frames: how many of them were recorded, where silence was appended that some encoders leave out; None: all.
 
     Raises:
-        InputError: not two-dimensional, no frames, or a value is NaN or infinite.
+        InputError: not two-dimensional, no frames, more of them recorded than there are, or a value is NaN or infinite.
     """
 
     mel: Float32[np.ndarray, "bins frames"]
     name: str = ""
+    frames: int | None = None
+
+    @property
+    def recorded(self) -> int:
+        """Frames without the silence that was appended."""
+        return self.mel.shape[1] if self.frames is None else self.frames
 
     def __post_init__(self) -> None:
         """Check the item, so that whatever is packed later is known to be finite."""
@@ -65,6 +72,8 @@ class AudioItem:
         mel = np.asarray(self.mel, np.float32)
         if mel.ndim != 2 or mel.size == 0:
             raise InputError(f"{name}: mel has shape {mel.shape}, expected [bins, frames] with at least one frame")
+        if self.frames is not None and not 1 <= self.frames <= mel.shape[1]:
+            raise InputError(f"{name}: {self.frames} of {mel.shape[1]} frames are said to be recorded")
         _refuse_non_finite(mel, name, "mel")
         object.__setattr__(self, "mel", mel)
 

@@ -20,6 +20,9 @@ from jaxenc.models import (
     kimi_k25,
     named_config,
     published_configs,
+    qwen2_5_omni_audio,
+    qwen2_audio,
+    qwen3_asr_audio,
     qwen3_omni_audio,
     whisper,
 )
@@ -81,6 +84,35 @@ QWEN_AUDIO = {
     "n_window_infer": 800,
     "activation_function": "gelu",
     "scale_embedding": False,
+}
+QWEN_ASR = QWEN_AUDIO | {
+    "model_type": "qwen3_asr_audio_encoder",
+    "encoder_layers": 18,
+    "d_model": 896,
+    "encoder_attention_heads": 14,
+    "encoder_ffn_dim": 3584,
+    "output_dim": 1024,
+}
+# as published: without the language model's width, which is the default one
+QWEN2_AUDIO = {
+    "model_type": "qwen2_audio",
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "encoder_layers": 32,
+        "d_model": 1280,
+        "encoder_attention_heads": 20,
+        "encoder_ffn_dim": 5120,
+        "num_mel_bins": 128,
+        "max_source_positions": 1500,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+    },
+    "text_config": {"model_type": "qwen2", "intermediate_size": 11008},
+}
+QWEN25_AUDIO = QWEN2_AUDIO["audio_config"] | {
+    "model_type": "qwen2_5_omni_audio_encoder",
+    "n_window": 100,
+    "output_dim": 2048,
 }
 WHISPER_TINY = {
     "model_type": "whisper",
@@ -178,6 +210,38 @@ def test_the_audio_tower_is_found_at_every_depth_of_the_config(config):
     assert published_configs(config, name="config.json") == [qwen3_omni_audio.Config()]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_asr", "thinker_config": {"audio_config": QWEN_ASR, "model_type": "qwen3_asr"}},
+        {"model_type": "qwen3_asr", "audio_config": QWEN_ASR | {"model_type": "qwen3_asr_encoder"}},
+        QWEN_ASR,
+    ],
+    ids=["published", "transformers", "tower alone"],
+)
+def test_qwen3_asr_is_its_own_family(config):
+    assert published_configs(config, name="config.json") == [qwen3_asr_audio.VARIANTS["0.6b"]]
+
+
+def test_qwen2_audio_is_read_with_its_language_models_width():
+    assert published_configs(QWEN2_AUDIO, name="config.json") == [qwen2_audio.Config()]
+    made = qwen2_audio.Config.from_hf(QWEN2_AUDIO | {"text_config": {"hidden_size": 640}})
+    assert made == qwen2_audio.Config(out=640)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2_5_omni", "thinker_config": {"audio_config": QWEN25_AUDIO}},
+        {"model_type": "qwen2_5_omni_thinker", "audio_config": QWEN25_AUDIO},
+        QWEN25_AUDIO,
+    ],
+    ids=["whole", "thinker", "tower alone"],
+)
+def test_qwen2_5_omni_is_read_at_every_depth_of_the_config(config):
+    assert published_configs(config, name="config.json") == [qwen2_5_omni_audio.VARIANTS["3b"]]
+
+
 def test_audio_sizes_that_are_not_the_defaults_are_read():
     sizes = (3, 96, 8, 200, 64, 16, 48, 25, 200)
     keys = [key for key in QWEN_AUDIO if key not in ("model_type", "activation_function", "scale_embedding")]
@@ -189,6 +253,16 @@ def test_audio_sizes_that_are_not_the_defaults_are_read():
 
 def test_whisper_is_read_from_its_config():
     assert published_configs(WHISPER_TINY, name="config.json") == [whisper.VARIANTS["tiny"]]
+
+
+def test_whisper_has_every_published_size():
+    heads = {"large-v3": 20, "large-v3-turbo": 20, "large-v2": 20, "medium": 16, "small": 12, "base": 8, "tiny": 6}
+    english = {f"{size}.en": heads[size] for size in ("medium", "small", "base", "tiny")}
+    assert {size: config.heads for size, config in whisper.VARIANTS.items()} == {**heads, **english}
+    # 80 mel bins up to version 2; heads are 64 wide and MLPs four times the width in all of them
+    assert {size for size, config in whisper.VARIANTS.items() if config.mel == 128} == {"large-v3", "large-v3-turbo"}
+    assert all(c.head_dim == 64 and c.mlp == 4 * c.embed for c in whisper.VARIANTS.values())
+    assert set(whisper.Config.published) == {f"openai/whisper-{size}" for size in whisper.VARIANTS}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +306,8 @@ def test_all_missing_keys_are_named_together():
             QWEN_AUDIO | {"n_window_infer": 850},
             "850 is no multiple of 2 n_window = 100",
         ),
+        (qwen2_5_omni_audio, QWEN25_AUDIO | {"n_window": 25}, "n_window is 25"),
+        (qwen2_audio, QWEN2_AUDIO["audio_config"] | {"scale_embedding": True}, "scale_embedding is True"),
         (whisper, WHISPER_TINY | {"encoder_attention_heads": 5}, "384 is not a multiple of its 5 heads"),
     ],
 )
@@ -251,7 +327,7 @@ def test_encoders_are_found_by_family_and_variant():
     assert named_config("kimi_k25") == named_config("kimi_k25:k2.5") == kimi_k25.Config()
     assert named_config("whisper") == named_config("whisper:large-v3")
     assert named_config("whisper:tiny.en").heads == 6
-    with pytest.raises(ConfigError, match=r"wisper: no such encoder; there are kimi_k25, qwen3_omni_audio, whisper"):
+    with pytest.raises(ConfigError, match=r"wisper: no such encoder; there are kimi_k25, .*whisper"):
         named_config("wisper")
     with pytest.raises(ConfigError, match=r"whisper:huge: whisper has the variants large-v3, .*tiny\.en"):
         named_config("whisper:huge")
@@ -264,15 +340,14 @@ def test_encoders_lists_every_family_with_its_heads():
     assert heads["whisper"]["tiny.en"] == 6
     assert heads["clip"] == {"large-336": 16, "large": 16, "base": 12}
     assert heads["dinov2"] == {"small": 6, "base": 12, "large": 16, "giant": 24}
-    assert {e.name: e.modality for e in jaxenc.encoders()} == {
-        "kimi_k25": "vision",
-        "qwen3_omni_audio": "audio",
-        "whisper": "audio",
-        "clip": "vision",
-        "siglip": "vision",
-        "siglip2": "vision",
-        "dinov2": "vision",
-    }
+    assert {e.name for e in jaxenc.encoders() if e.modality == "vision"} >= {"kimi_k25", "clip", "siglip", "dinov2"}
+    assert heads["qwen2_audio"] == {"7b": 20}
+    assert heads["qwen2_5_omni_audio"] == {"7b": 20, "3b": 20}
+    assert heads["qwen3_asr_audio"] == {"1.7b": 16, "0.6b": 14}
+    modality = {e.name: e.modality for e in jaxenc.encoders()}
+    assert modality["kimi_k25"] == "vision"
+    assert modality["qwen2_audio"] == modality["qwen2_5_omni_audio"] == modality["qwen3_asr_audio"] == "audio"
+    assert modality["qwen3_omni_audio"] == modality["whisper"] == "audio"
     assert all(e.published for e in jaxenc.encoders())
 
 
@@ -323,6 +398,7 @@ KIMI = replace(kimi_k25.Config(), layers=1, embed=512, heads=8, mlp=2048, positi
 # wide, or the GELUs after the convolutions, which are not counted as work, would show
 QWEN = replace(qwen3_omni_audio.Config(), layers=1, mel=64, channels=256)
 WHISPER = whisper.Config(1, 512, 8, 2048, mel=80, positions=500)
+QWEN2 = qwen2_audio.Config(1, 512, 8, 2048, mel=80, out=256, positions=500)
 
 
 def vision_item(grid):
@@ -336,6 +412,7 @@ def vision_item(grid):
         # four windows of 104, all chunks whole
         pytest.param(QWEN, jaxenc.AudioItem(np.zeros((64, 3200), np.float32)), 416, id="qwen3_omni_audio"),
         pytest.param(WHISPER, jaxenc.AudioItem(np.zeros((80, 1000), np.float32)), 500, id="whisper"),
+        pytest.param(QWEN2, jaxenc.AudioItem(np.zeros((80, 1000), np.float32)), 500, id="qwen2_audio"),
     ],
 )
 def test_the_stated_work_is_what_xla_counts(config, item, tokens):
@@ -370,6 +447,24 @@ def test_audio_rows_follow_the_three_convolutions(frames, rows):
 def test_audio_pieces_are_windows_of_whole_chunks(frames, pieces):
     item = jaxenc.AudioItem(np.zeros((128, frames), np.float32))
     assert qwen3_omni_audio.Config().pieces(item) == pieces
+
+
+@pytest.mark.parametrize(
+    ("frames", "pieces", "rows"), [(3000, (1500,), 750), (2999, (1500,), 750), (401, (202,), 100), (3, (2,), 1)]
+)
+def test_qwen2_audio_takes_what_was_recorded_in_whole_pairs(frames, pieces, rows):
+    item = jaxenc.AudioItem(np.zeros((128, 3000), np.float32), frames=frames)
+    assert qwen2_audio.Config().pieces(item) == pieces
+    assert qwen2_audio.Config().output_rows(item) == rows
+
+
+@pytest.mark.parametrize(
+    ("frames", "pieces", "rows"), [(200, (100,), 50), (401, (100, 100, 2), 100), (497, (100, 100, 50), 124)]
+)
+def test_qwen2_5_omni_attends_within_two_seconds(frames, pieces, rows):
+    item = jaxenc.AudioItem(np.zeros((128, frames), np.float32))
+    assert qwen2_5_omni_audio.Config().pieces(item) == pieces
+    assert qwen2_5_omni_audio.Config().output_rows(item) == rows
 
 
 @pytest.mark.parametrize(("grid", "rows"), [((1, 4, 6), 6), ((4, 4, 6), 6), ((2, 2, 2), 1)])

@@ -1,13 +1,16 @@
-"""Key names of Qwen3-Omni's audio tower (and Qwen3-ASR's, which is the same at other sizes).
+"""Key names of Qwen3-Omni's audio tower, and of Qwen3-ASR's, which is the same at other sizes.
 
-transformers keeps the published names; only what stands before `audio_tower.` depends on the class that saved them.
+Of Qwen3-Omni transformers keeps the published names; only what stands before `audio_tower.` depends on the class that
+saved them. Of Qwen3-ASR it keeps the projector beside the tower, under other names.
 """
 
 from checkpoints_convert.mapping import Mapping, linear, norm
+from checkpoints_convert.mappings.whisper_parts import blocks
 
 
 def mappings(
     *,
+    family: str,
     layers: int,
     embed: int,
     heads: int,
@@ -17,9 +20,10 @@ def mappings(
     projector_out: int,
     kernel: int = 3,
 ) -> dict[str, Mapping]:
-    """The one layout, under any of its prefixes.
+    """The layouts, each under any of its prefixes.
 
     Args:
+        family: "qwen3_omni_audio" or "qwen3_asr_audio".
         layers: Number of blocks.
         embed: Width of the tower.
         heads: Attention heads; the head dimension is embed / heads.
@@ -30,42 +34,36 @@ def mappings(
         kernel: Side of the convolutions' kernels.
 
     Returns:
-        {"original": ...}
+        {"original": ...}, and of Qwen3-ASR "transformers" too.
     """
-    prefix = "thinker.audio_tower."
-    block = prefix + "layers.{layer}."
-    per_head = (heads, embed // heads)
-    entries = (
-        *linear("stem/conv1", f"{prefix}conv2d1", stored=(conv_channels, 1, kernel, kernel)),
-        *linear("stem/conv2", f"{prefix}conv2d2", stored=(conv_channels, conv_channels, kernel, kernel)),
-        *linear("stem/conv3", f"{prefix}conv2d3", stored=(conv_channels, conv_channels, kernel, kernel)),
-        *linear("stem/out", f"{prefix}conv_out", stored=(embed, conv_features), bias=False),
-        *norm("layers/attention_norm", f"{block}self_attn_layer_norm", embed),
-        *(
-            entry
-            for ours, theirs in (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
-            for entry in linear(
-                f"layers/attention/{ours}",
-                f"{block}self_attn.{theirs}",
-                stored=(embed, embed),
-                shape=(*per_head, embed),
-                bias_shape=per_head,
-            )
-        ),
-        *linear("layers/attention/out", f"{block}self_attn.out_proj", stored=(embed, embed), shape=(embed, *per_head)),
-        *norm("layers/mlp_norm", f"{block}final_layer_norm", embed),
-        *linear("layers/mlp/up", f"{block}fc1", stored=(mlp, embed)),
-        *linear("layers/mlp/down", f"{block}fc2", stored=(embed, mlp)),
-        *norm("final_norm", f"{prefix}ln_post", embed),
-        *linear("projector/up", f"{prefix}proj1", stored=(embed, embed)),
-        *linear("projector/down", f"{prefix}proj2", stored=(projector_out, embed)),
+
+    def layout(name: str, prefix: str, spellings: tuple[str, ...], up: str, down: str) -> Mapping:
+        tower = f"{prefix}audio_tower."
+        entries = (
+            *linear("stem/conv1", f"{tower}conv2d1", stored=(conv_channels, 1, kernel, kernel)),
+            *linear("stem/conv2", f"{tower}conv2d2", stored=(conv_channels, conv_channels, kernel, kernel)),
+            *linear("stem/conv3", f"{tower}conv2d3", stored=(conv_channels, conv_channels, kernel, kernel)),
+            *linear("stem/out", f"{tower}conv_out", stored=(embed, conv_features), bias=False),
+            *blocks(tower, embed=embed, heads=heads, mlp=mlp, key_bias=True),
+            *norm("final_norm", f"{tower}ln_post", embed),
+            *linear("projector/up", f"{prefix}{up}", stored=(embed, embed)),
+            *linear("projector/down", f"{prefix}{down}", stored=(projector_out, embed)),
+        )
+        owned = dict.fromkeys(f"{prefix}{part.split('.')[0]}." for part in ("audio_tower", up))
+        return Mapping(
+            family,
+            name,
+            entries=entries,
+            prefixes=tuple(owned),
+            layers=layers,
+            aliases=((prefix, spellings),),
+        )
+
+    original = layout(
+        "original", "thinker.", ("", "model.", "model.thinker."), "audio_tower.proj1", "audio_tower.proj2"
     )
-    mapping = Mapping(
-        "qwen3_omni_audio",
-        "original",
-        entries=entries,
-        prefixes=(prefix,),
-        layers=layers,
-        aliases=((prefix, ("audio_tower.", "model.audio_tower.", "model.thinker.audio_tower.")),),
-    )
-    return {"original": mapping}
+    if family == "qwen3_omni_audio":
+        return {"original": original}
+    projector = "multi_modal_projector.linear_"
+    native = layout("transformers", "model.", ("",), f"{projector}1", f"{projector}2")
+    return {"original": original, "transformers": native}

@@ -13,7 +13,18 @@ from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.errors import ConfigError
 from jaxenc.items import Item
 from jaxenc.layers.transformer import TransformerConfig
-from jaxenc.models import clip, dinov2, kimi_k25, qwen3_omni_audio, siglip, siglip2, whisper
+from jaxenc.models import (
+    clip,
+    dinov2,
+    kimi_k25,
+    qwen2_5_omni_audio,
+    qwen2_audio,
+    qwen3_asr_audio,
+    qwen3_omni_audio,
+    siglip,
+    siglip2,
+    whisper,
+)
 from jaxenc.packing import Batch, Budget, Placed
 from sharding_rules import Workload
 
@@ -92,7 +103,19 @@ class EncoderConfig(Protocol):
 
 
 FAMILIES = {
-    module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper, clip, siglip, siglip2, dinov2)
+    module.Config.family: module
+    for module in (
+        kimi_k25,
+        clip,
+        siglip,
+        siglip2,
+        dinov2,
+        whisper,
+        qwen2_audio,
+        qwen2_5_omni_audio,
+        qwen3_omni_audio,
+        qwen3_asr_audio,
+    )
 }
 
 

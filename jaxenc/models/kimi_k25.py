@@ -27,6 +27,7 @@ from jaxenc.layers.resample import bicubic_taps, weighted_gather
 from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
+from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -405,7 +406,4 @@ def row_order(grid: tuple[int, int, int], merge: int) -> Int[np.ndarray, " n"]:
 
 def temporal_table(frames: int, embed: int) -> Float[np.ndarray, "frames+1 embed"]:
     """Sinusoids of a frame's index in its clip, [sin | cos] of index * 10000^(-j / (embed / 2)); row 0 is zero."""
-    angles = np.arange(frames)[:, None] * 10_000.0 ** (-np.arange(embed // 2) / (embed // 2))
-    table = np.zeros((frames + 1, embed), np.float32)
-    table[1:] = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    return table
+    return np.concatenate([np.zeros((1, embed), np.float32), sinusoids(frames, embed, steps=embed // 2)])

@@ -27,20 +27,15 @@ from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
+from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import Keys, read_sizes, require
+from jaxenc.models.published import Keys
+from jaxenc.models.whisper_parts import EPS, audio_transformer, read_audio_sizes
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.audio import load_audio, log_mel
 from sharding_rules import GroupWork, Workload
 
-EPS = 1e-5  # LayerNorm's: PyTorch's default, ten times Flax's
-
 KEYS: Mapping[str, Keys] = {
-    "layers": ("encoder_layers",),
-    "embed": ("d_model",),
-    "heads": ("encoder_attention_heads",),
-    "mlp": ("encoder_ffn_dim",),
-    "mel": ("num_mel_bins",),
     "channels": ("downsample_hidden_size",),
     "out": ("output_dim",),
     "half_chunk": ("n_window",),
@@ -108,9 +103,7 @@ class Config:
     @property
     def transformer(self) -> TransformerConfig:
         """The stack."""
-        return TransformerConfig(
-            self.layers, self.embed, self.heads, self.head_dim, self.mlp, EPS, activation="gelu_erf", fused_qkv=False
-        )
+        return audio_transformer(layers=self.layers, embed=self.embed, heads=self.heads, mlp=self.mlp, key_bias=True)
 
     @property
     def chunk_frames(self) -> int:
@@ -146,10 +139,7 @@ class Config:
         """
         config = config.get("thinker_config", config)
         audio = config.get("audio_config", config)
-        require(cls.family, audio, {"activation_function": "gelu", "scale_embedding": False})
-        made = cls(**read_sizes(cls.family, audio, KEYS))
-        if made.embed % made.heads:
-            raise ConfigError(f"{cls.family}: d_model {made.embed} is not a multiple of its {made.heads} heads")
+        made = cls(**read_audio_sizes(cls.family, audio, KEYS))
         if made.window_frames % made.chunk_frames:
             raise ConfigError(
                 f"{cls.family}: n_window_infer {made.window_frames} is no multiple of 2 n_window = {made.chunk_frames}"
@@ -163,6 +153,7 @@ class Config:
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(
+            family=self.family,
             layers=self.layers,
             embed=self.embed,
             heads=self.heads,
@@ -394,16 +385,9 @@ class Stem(nnx.Module):
             x = jax.nn.gelu(conv(x), approximate=False)
         # channel-major: the projection reads [channels, mel] flattened at each position
         x = self.out(jnp.moveaxis(x, -1, 1).reshape(*grid, x.shape[-1], -1))
-        x = x + jnp.asarray(sinusoids(*x.shape[-2:]), x.dtype)
         parts, chunks, rows, tokens, embed = x.shape
+        x = x + jnp.asarray(sinusoids(tokens, embed, steps=embed // 2 - 1), x.dtype)
         return x.swapaxes(1, 2).reshape(parts * rows, chunks * tokens, embed)
-
-
-def sinusoids(positions: int, embed: int) -> Float[np.ndarray, "positions embed"]:
-    """Whisper's table: [sin | cos] of position * 10000^(-j / (embed / 2 - 1))."""
-    half = embed // 2
-    angles = np.arange(positions)[:, None] * 10_000.0 ** (-np.arange(half) / (half - 1))
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)
 
 
 def _halvings(size: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """Files and arrays -> items, in NumPy. Imports neither JAX nor any media library until one is needed."""
 
-from jaxenc.preprocess.audio import load_audio, log_mel, mel_filters, pad_or_trim
+from jaxenc.preprocess.audio import load_audio, log_mel, mel_filters, pad_or_trim, padded_log_mel
 from jaxenc.preprocess.images import (
     NavitSize,
     load_image,
@@ -36,6 +36,7 @@ __all__ = [
     "normalise",
     "pad_or_trim",
     "pad_right_bottom",
+    "padded_log_mel",
     "patchify",
     "resize_bicubic",
     "sample_indices",

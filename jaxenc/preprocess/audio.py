@@ -110,6 +110,35 @@ def log_mel(
     return mel
 
 
+def padded_log_mel(
+    waveform: Float[np.ndarray, " samples"], *, bins: int, frames: int | None = None, name: str = "<waveform>"
+) -> tuple[Float32[np.ndarray, "{bins} frames"], int]:
+    """`log_mel` of a recording with silence after it, and how many frames are recorded: one for every hop begun.
+
+    Args:
+        waveform: `[samples]` at 16 kHz.
+        bins: mel bins.
+        frames: what it is padded to; where not given, to a few frames more than are recorded.
+        name: what error messages call it.
+
+    Returns:
+        float32 `[bins, frames]`, and the number of frames up to the recording's end.
+
+    Raises:
+        InputError: the recording is longer than `frames`.
+    """
+    recorded = -(-len(waveform) // HOP_SAMPLES)
+    if frames is not None and recorded > frames:
+        rate = SAMPLE_RATE / HOP_SAMPLES
+        raise InputError(
+            f"{name}: {len(waveform) / SAMPLE_RATE:.1f} s of audio; this encoder reads {frames / rate:.0f} s: cut it "
+            "first"
+        )
+    # three: what is reflected at the end is silence too
+    samples = HOP_SAMPLES * (recorded + 3 if frames is None else frames)
+    return log_mel(pad_or_trim(waveform, samples), bins=bins, name=name), recorded
+
+
 def mel_filters(bins: int) -> Float64[np.ndarray, "frequencies {bins}"]:
     """Triangular mel filters over the 201 FFT frequencies of 0 to 8 kHz, Slaney's scale and area normalisation.
 

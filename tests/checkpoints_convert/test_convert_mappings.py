@@ -14,6 +14,10 @@ from tests.checkpoints_convert import tiny
 
 KIMI = mappings.kimi_k25.mappings(**tiny.KIMI)
 QWEN = mappings.qwen3_omni_audio.mappings(**tiny.QWEN)
+ASR = mappings.qwen3_omni_audio.mappings(**{**tiny.QWEN, "family": "qwen3_asr_audio"})
+POOLED = {"layers": 2, "embed": 24, "heads": 4, "mlp": 32, "mel_bins": 10, "projector_out": 20}
+QWEN2 = mappings.qwen2_audio.mappings(**POOLED, positions=7)
+QWEN25 = mappings.qwen2_5_omni_audio.mappings(**POOLED)
 WHISPER = mappings.whisper.mappings(**tiny.WHISPER)
 NATIVE = tiny.kimi_transformers(tiny.kimi_original())
 VLLM = {
@@ -22,6 +26,10 @@ VLLM = {
     ): v
     for name, v in tiny.kimi_original().items()
 }
+ASR_NATIVE = {
+    name.replace("audio_tower.proj", "multi_modal_projector.linear_"): v
+    for name, v in tiny.qwen_audio("model.audio_tower.").items()
+}
 CHECKPOINTS = [
     pytest.param(KIMI, tiny.kimi_original(), "original", id="kimi-original"),
     pytest.param(KIMI, VLLM, "original", id="kimi-original-vllm-projector"),
@@ -29,7 +37,19 @@ CHECKPOINTS = [
     pytest.param(KIMI, {k.removeprefix("model."): v for k, v in NATIVE.items()}, "transformers", id="kimi-no-model"),
     pytest.param(QWEN, tiny.qwen_audio(), "original", id="qwen"),
     pytest.param(QWEN, tiny.qwen_audio("audio_tower."), "original", id="qwen-thinker-alone"),
-    pytest.param(QWEN, tiny.qwen_audio("model.audio_tower."), "original", id="qwen-asr"),
+    pytest.param(ASR, tiny.qwen_audio(), "original", id="qwen-asr"),
+    pytest.param(ASR, ASR_NATIVE, "transformers", id="qwen-asr-transformers"),
+    pytest.param(
+        ASR, {k.removeprefix("model."): v for k, v in ASR_NATIVE.items()}, "transformers", id="qwen-asr-no-model"
+    ),
+    pytest.param(QWEN2, tiny.fill(QWEN2["original"].names), "original", id="qwen2-audio"),
+    pytest.param(
+        QWEN2,
+        tiny.fill({f"model.{name}": shape for name, shape in QWEN2["original"].names.items()}),
+        "original",
+        id="qwen2-audio-transformers",
+    ),
+    pytest.param(QWEN25, tiny.fill(QWEN25["original"].names), "original", id="qwen2.5-omni"),
     pytest.param(WHISPER, tiny.whisper(), "original", id="whisper"),
     pytest.param(WHISPER, tiny.whisper("encoder."), "original", id="whisper-no-model"),
 ]
@@ -220,6 +240,10 @@ def test_kimi_names_and_permutation_are_those_of_transformers():
 
 def test_audio_names_are_those_of_transformers():
     pytest.importorskip("transformers")
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniAudioEncoderConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
+    from transformers.models.qwen2_audio.configuration_qwen2_audio import Qwen2AudioEncoderConfig
+    from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
     from transformers.models.whisper.configuration_whisper import WhisperConfig
@@ -232,11 +256,17 @@ def test_audio_names_are_those_of_transformers():
         )
     )
     encoder = WhisperEncoder(WhisperConfig(**sizes, num_mel_bins=10, max_source_positions=7))
+    qwen2 = Qwen2AudioEncoder(Qwen2AudioEncoderConfig(**sizes, num_mel_bins=10, max_source_positions=7))
+    qwen25 = Qwen2_5OmniAudioEncoder(Qwen2_5OmniAudioEncoderConfig(**sizes, num_mel_bins=10, output_dim=20))
     for mapping, prefix, model in (
+        (QWEN25["original"], "thinker.audio_tower.", qwen25),
         (QWEN["original"], "thinker.audio_tower.", qwen),
         (WHISPER["original"], "model.encoder.", encoder),
     ):
         assert mapping.names == {prefix + name: tuple(v.shape) for name, v in model.state_dict().items()}
+    projector = {f"multi_modal_projector.linear.{name}": v for name, v in (("weight", (20, 24)), ("bias", (20,)))}
+    tower = {f"audio_tower.{name}": tuple(v.shape) for name, v in qwen2.state_dict().items()}
+    assert QWEN2["original"].names == tower | projector
 
 
 def _rest(block: str) -> tiny.Tensors:

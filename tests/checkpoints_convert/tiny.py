@@ -22,6 +22,7 @@ KIMI = {
     "projector_out": 40,
 }
 QWEN = {
+    "family": "qwen3_omni_audio",
     "layers": 2,
     "embed": 24,
     "heads": 4,

@@ -270,20 +270,12 @@ def qwen3_omni_audio(
     `tower` (the encoder saved by itself). Configs have the same names and nest alike.
     `scales` multiplies every tensor whose name contains a key.
     """
-    d, f, c = sizes.embed, sizes.mlp, sizes.channels
+    d, c = sizes.embed, sizes.channels
     make = _Maker(seed, scales)
     for number, inputs in ((1, 1), (2, c), (3, c)):
         make.linear(f"conv2d{number}", (c, inputs, 3, 3), gain=1.5)
     make.linear("conv_out", (d, c * -(-sizes.mel // 8)), gain=1.4, bias=False)
-    for n in range(sizes.layers):
-        layer = f"layers.{n}"
-        for letter in ("q", "k", "v"):
-            make.linear(f"{layer}.self_attn.{letter}_proj", (d, d), gain=1.3)
-        make.linear(f"{layer}.self_attn.out_proj", (d, d), gain=1.2)
-        make.norm(f"{layer}.self_attn_layer_norm", d)
-        make.linear(f"{layer}.fc1", (f, d), gain=1.3)
-        make.linear(f"{layer}.fc2", (d, f), gain=1.2)
-        make.norm(f"{layer}.final_layer_norm", d)
+    make.whisper_blocks(sizes.layers, d, sizes.mlp, key_bias=True)
     make.norm("ln_post", d)
     make.linear("proj1", (d, d), gain=1.2)
     make.linear("proj2", (sizes.output, d), gain=1.2)
@@ -339,6 +331,41 @@ def _omni_configs(sizes: AudioSizes) -> dict[str, Config]:
     }
 
 
+# Qwen3-ASR: the same tower
+
+
+def qwen3_asr_audio(sizes: AudioSizes = AudioSizes(heads=7), *, seed: int = 0) -> Checkpoint:
+    """A tiny Qwen3-ASR: the tensors of `qwen3_omni_audio` at those sizes.
+
+    Layouts: `original` (published: thinker.audio_tower.*) and `transformers` (the projector beside the tower). Configs
+    have the same names.
+    """
+    omni = qwen3_omni_audio(sizes, seed=seed)
+    native = {
+        f"model.audio_tower.{name}".replace("audio_tower.proj", "multi_modal_projector.linear_"): value
+        for name, value in omni.tensors["tower"].items()
+    }
+    audio = {**omni.configs["original"]["thinker_config"]["audio_config"], "model_type": "qwen3_asr_audio_encoder"}
+    text = {"hidden_size": sizes.output, "model_type": "qwen3", "num_hidden_layers": 1, "vocab_size": 96}
+    keys = ("d_model", "downsample_hidden_size", "encoder_attention_heads", "encoder_ffn_dim", "encoder_layers",
+            "n_window", "n_window_infer", "num_mel_bins", "output_dim", "activation_function",
+            "scale_embedding")  # fmt: skip
+    common = {"architectures": ["Qwen3ASRForConditionalGeneration"], "model_type": "qwen3_asr"}
+    thinker = {"audio_config": audio, "model_type": "qwen3_asr", "text_config": text}
+    native_audio = {key: audio[key] for key in keys} | {"model_type": "qwen3_asr_encoder"}
+    return Checkpoint(
+        {"original": omni.tensors["original"], "transformers": native},
+        {
+            "original": _omni_neighbours("thinker.", sizes.embed),
+            "transformers": {"model.language_model.norm.weight": _nan(sizes.output), "lm_head.weight": _nan(96, 8)},
+        },
+        {
+            "original": {**common, "support_languages": ["English"], "thinker_config": thinker},
+            "transformers": {**common, "audio_config": native_audio, "text_config": text},
+        },
+    )
+
+
 # Whisper: encoder
 
 
@@ -368,16 +395,7 @@ def whisper(
     make.linear("conv1", (d, sizes.mel, 3), gain=1.6)
     make.linear("conv2", (d, d, 3), gain=1.6)
     make.tensor("embed_positions.weight", (sizes.positions, d), scale=0.8)
-    for n in range(sizes.layers):
-        layer = f"layers.{n}"
-        make.linear(f"{layer}.self_attn.k_proj", (d, d), gain=1.3, bias=False)
-        for letter in ("v", "q"):
-            make.linear(f"{layer}.self_attn.{letter}_proj", (d, d), gain=1.3)
-        make.linear(f"{layer}.self_attn.out_proj", (d, d), gain=1.2)
-        make.norm(f"{layer}.self_attn_layer_norm", d)
-        make.linear(f"{layer}.fc1", (f, d), gain=1.3)
-        make.linear(f"{layer}.fc2", (d, f), gain=1.2)
-        make.norm(f"{layer}.final_layer_norm", d)
+    make.whisper_blocks(sizes.layers, d, f, key_bias=False)
     make.norm("layer_norm", d)
     tensors, neighbours = {}, {}
     for layout, prefix in (("original", "model."), ("model", "")):
@@ -398,6 +416,86 @@ def whisper(
     configs = {"original": {"architectures": ["WhisperForConditionalGeneration"], **config},
                "model": {"architectures": ["WhisperModel"], **config}}  # fmt: skip
     return Checkpoint(tensors, neighbours, configs)
+
+
+# Qwen2-Audio, and Qwen2.5-Omni's audio tower
+
+
+@dataclass(frozen=True)
+class PooledSizes(WhisperSizes):
+    """Sizes of a tiny Qwen2-Audio, or of a tiny Qwen2.5-Omni, where `positions` are the tokens of a chunk."""
+
+    mel: int = 16
+    output: int = 28
+
+
+def qwen2_audio(
+    sizes: PooledSizes = PooledSizes(), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen2-Audio.
+
+    Layouts: `original` (published: audio_tower.*, multi_modal_projector.*) and `transformers` (as it names them in
+    memory: model.*). The config is the same.
+    """
+    d = sizes.embed
+    make = _Maker(seed, scales)
+    make.linear("audio_tower.conv1", (d, sizes.mel, 3), gain=1.6)
+    make.linear("audio_tower.conv2", (d, d, 3), gain=1.6)
+    make.tensor("audio_tower.embed_positions.weight", (sizes.positions, d), scale=0.8)
+    blocks = _Maker(seed, scales)
+    blocks.whisper_blocks(sizes.layers, d, sizes.mlp, key_bias=False)
+    make.tensors |= {f"audio_tower.{name}": value for name, value in blocks.tensors.items()}
+    make.norm("audio_tower.layer_norm", d)
+    make.linear("multi_modal_projector.linear", (sizes.output, d), gain=1.2)
+    published = {f"language_model.{name}": _nan(48, d) for name in ("lm_head.weight", "model.norm.weight")}
+    native = {"lm_head.weight": _nan(48, d), "model.language_model.norm.weight": _nan(d)}
+    audio = {
+        "activation_function": "gelu", "d_model": d, "encoder_attention_heads": sizes.heads,
+        "encoder_ffn_dim": sizes.mlp, "encoder_layerdrop": 0.0, "encoder_layers": sizes.layers,
+        "max_source_positions": sizes.positions, "model_type": "qwen2_audio_encoder", "num_mel_bins": sizes.mel,
+        "scale_embedding": False,
+    }  # fmt: skip
+    text = {"hidden_size": sizes.output, "intermediate_size": 24, "model_type": "qwen2", "num_attention_heads": 2,
+            "num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 48}  # fmt: skip
+    config = {"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": audio, "audio_token_index": 7,
+              "model_type": "qwen2_audio", "text_config": text}  # fmt: skip
+    return Checkpoint(
+        {"original": make.tensors, "transformers": {f"model.{name}": x for name, x in make.tensors.items()}},
+        {"original": published, "transformers": native},
+        {"original": config, "transformers": config},
+    )
+
+
+def qwen2_5_omni_audio(
+    sizes: PooledSizes = PooledSizes(positions=20), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen2.5-Omni with its audio tower; for the layouts see `qwen3_omni_audio`."""
+    d = sizes.embed
+    make = _Maker(seed, scales)
+    make.linear("conv1", (d, sizes.mel, 3), gain=1.6)
+    make.linear("conv2", (d, d, 3), gain=1.6)
+    make.whisper_blocks(sizes.layers, d, sizes.mlp, key_bias=False)
+    make.norm("ln_post", d)
+    make.linear("proj", (sizes.output, d), gain=1.2)
+    make.tensor("audio_bos_eos_token.weight", (2, sizes.output), scale=1.0)
+    audio = {
+        "activation_function": "gelu", "d_model": d, "encoder_attention_heads": sizes.heads,
+        "encoder_ffn_dim": sizes.mlp, "encoder_layers": sizes.layers, "max_source_positions": 1500,
+        "model_type": "qwen2_5_omni_audio_encoder", "n_window": sizes.positions, "num_mel_bins": sizes.mel,
+        "output_dim": sizes.output, "scale_embedding": False,
+    }  # fmt: skip
+    thinker = {"architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"], "audio_config": audio,
+               "model_type": "qwen2_5_omni_thinker", "text_config": {"hidden_size": sizes.output}}  # fmt: skip
+    prefixes = {"original": "thinker.audio_tower.", "thinker": "audio_tower.", "tower": ""}
+    return Checkpoint(
+        {layout: {prefix + name: x for name, x in make.tensors.items()} for layout, prefix in prefixes.items()},
+        {"original": _omni_neighbours("thinker.", d), "thinker": _omni_neighbours("", d), "tower": {}},
+        {
+            "original": {"model_type": "qwen2_5_omni", "talker_config": {"hidden_size": 24}, "thinker_config": thinker},
+            "thinker": thinker,
+            "tower": audio,
+        },
+    )
 
 
 # Inputs
@@ -440,6 +538,18 @@ class _Maker:
         self.tensor(f"{name}.weight", (width,), scale=0.4, offset=1.0)
         self.tensor(f"{name}.bias", (width,), scale=0.4)
 
+    def whisper_blocks(self, layers: int, width: int, mlp: int, *, key_bias: bool) -> None:
+        """The blocks of Whisper and its descendants."""
+        for layer in (f"layers.{n}" for n in range(layers)):
+            for letter in ("k", "v", "q"):
+                bias = key_bias or letter != "k"
+                self.linear(f"{layer}.self_attn.{letter}_proj", (width, width), gain=1.3, bias=bias)
+            self.linear(f"{layer}.self_attn.out_proj", (width, width), gain=1.2)
+            self.norm(f"{layer}.self_attn_layer_norm", width)
+            self.linear(f"{layer}.fc1", (mlp, width), gain=1.3)
+            self.linear(f"{layer}.fc2", (width, mlp), gain=1.2)
+            self.norm(f"{layer}.final_layer_norm", width)
+
 
 def _bfloat16_exact(values: np.ndarray) -> np.ndarray:
     return values.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -456,6 +566,9 @@ def _stored(value: np.ndarray, dtype: str | None) -> np.ndarray:
 
 MAKERS: dict[str, Callable[..., Checkpoint]] = {
     "kimi_k25": kimi_k25,
+    "qwen2_5_omni_audio": qwen2_5_omni_audio,
+    "qwen2_audio": qwen2_audio,
+    "qwen3_asr_audio": qwen3_asr_audio,
     "qwen3_omni_audio": qwen3_omni_audio,
     "whisper": whisper,
 }

@@ -8,8 +8,9 @@ the places where transformers computes in float32 whatever the model's dtype are
 Kimi_K25VisionModel: rotary tables (`Kimi_K25VisionRotaryEmbedding.forward`) and their application
 (`apply_rotary_pos_emb_vision`), the temporal sinusoids (`compute_pos_embed`), the resampling weights
 (`_interpolation_axis_taps_weights`; F.interpolate takes their place, in double) and the mean over frames
-(`temporal_merge`). Qwen3OmniMoeAudioEncoder: the sinusoids (`compute_default_singular_positional_embedding`).
-WhisperEncoder: nothing. (Eager attention would add its float32 softmax; it is not used.)
+(`temporal_merge`). Qwen3OmniMoeAudioEncoder,
+Qwen3ASREncoder and Qwen2_5OmniAudioEncoder: the sinusoids (`compute_default_singular_positional_embedding`).
+WhisperEncoder and Qwen2AudioEncoder: nothing. (Eager attention would add its float32 softmax; it is not used.)
 
 `alter=` takes one mistake that a port could make and returns what it would compute. A test that compares with the truth
 shows with it that the mistake would have been seen.
@@ -29,9 +30,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Kimi_K25Config, WhisperConfig
+from transformers import Kimi_K25Config, Qwen2AudioConfig, Qwen2AudioModel, Qwen3ASRConfig, WhisperConfig
 from transformers.activations import ACT2FN
 from transformers.models.kimi_k25 import modeling_kimi_k25 as kimi_modeling
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniAudioEncoderConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
+from transformers.models.qwen3_asr import modeling_qwen3_asr as asr_modeling
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni_modeling
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -228,9 +232,6 @@ class Qwen3OmniAudio:
     def _model(self, dtype: Dtype) -> nn.Module:
         if dtype not in self._models:
             model = qwen3_omni_audio_module(self.checkpoint.configs["tower"], self.checkpoint.tensors["tower"], dtype)
-            if dtype == "float64":
-                positions = model.positional_embedding
-                positions.positional_embedding = whisper_sinusoids(positions.length, positions.channels)
             self._models[dtype] = model
         return self._models[dtype]
 
@@ -269,6 +270,32 @@ class Qwen3OmniAudio:
 
 
 @dataclass(frozen=True)
+class Qwen3AsrAudio:
+    """The Qwen3-ASR audio tower and its projector."""
+
+    checkpoint: Checkpoint
+    _models: dict[str, tuple[nn.Module, nn.Module]] = field(default_factory=dict, repr=False)
+
+    def run(self, items: Sequence[np.ndarray], *, dtype: Dtype = "float64") -> Encoded:
+        """Encode all clips in one call, each with zeros up to whole chunks and a mask, as the processor makes them."""
+        if dtype not in self._models:
+            self._models[dtype] = qwen3_asr_modules(
+                self.checkpoint.configs["transformers"], self.checkpoint.tensors["transformers"], dtype
+            )
+        tower, projector = self._models[dtype]
+        lengths = [item.shape[1] for item in items]
+        frames = -(-max(lengths) // 100) * 100
+        features = np.stack([np.pad(item, ((0, 0), (0, frames - item.shape[1]))) for item in items])
+        mask = torch.arange(frames) < torch.tensor(lengths)[:, None]
+        with torch.no_grad(), _recorded(tower.layers) as hidden:
+            features = torch.from_numpy(features).to(getattr(torch, dtype))
+            rows = projector(tower(features, mask.long()).last_hidden_state)
+        tokens = [audio_tokens(length) for length in lengths]
+        states = [_split(state, tokens) for state in hidden]
+        return Encoded(_split(rows, tokens), [np.stack(layers) for layers in zip(*states, strict=True)])
+
+
+@dataclass(frozen=True)
 class Whisper:
     """The Whisper encoder."""
 
@@ -300,6 +327,97 @@ class Whisper:
         )
 
 
+@dataclass(frozen=True)
+class Qwen2Audio:
+    """Qwen2-Audio up to its language model: what stands in for the placeholders there."""
+
+    checkpoint: Checkpoint
+    _models: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+
+    def run(
+        self,
+        items: Sequence[tuple[np.ndarray, int]],
+        *,
+        dtype: Dtype = "float64",
+        alter: Callable[[nn.Module], None] | None = None,
+    ) -> Encoded:
+        """Encode (log-mel [bins, 2 * positions], frames recorded) each; `alter` changes the tower, in float64 only."""
+        model = self._model(dtype)
+        if alter is not None:
+            model = copy.deepcopy(model)
+            alter(model.audio_tower)
+        tokens, rows = pooled_lengths(model.audio_tower, [frames for _, frames in items])
+        ids = torch.full((1, sum(rows)), model.config.audio_token_id)
+        features = torch.from_numpy(np.stack([mel for mel, _ in items])).to(getattr(torch, dtype))
+        mask = torch.arange(features.shape[2]) < torch.tensor([frames for _, frames in items])[:, None]
+        given: list[torch.Tensor] = []
+        hook = model.language_model.register_forward_pre_hook(
+            lambda _, __, named: given.append(named["inputs_embeds"][0]), with_kwargs=True
+        )
+        with torch.no_grad(), _recorded(model.audio_tower.layers) as hidden:
+            model(input_ids=ids, input_features=features, feature_attention_mask=mask.long())
+        hook.remove()
+        states = [[_numpy(x[:n]) for x, n in zip(state, tokens, strict=True)] for state in hidden]
+        return Encoded(_split(given[0], rows), [np.stack(layers) for layers in zip(*states, strict=True)])
+
+    def rows(self, frames: Sequence[int]) -> list[int]:
+        """Rows that come out for so many frames recorded."""
+        return pooled_lengths(self._model("float64").audio_tower, frames)[1]
+
+    def _model(self, dtype: Dtype) -> nn.Module:
+        if dtype not in self._models:
+            config, tensors = self.checkpoint.configs["original"], self.checkpoint.tensors["original"]
+            self._models[dtype] = qwen2_audio_module(config, tensors, dtype)
+        return self._models[dtype]
+
+
+@dataclass(frozen=True)
+class Qwen25OmniAudio:
+    """The Qwen2.5-Omni audio tower."""
+
+    checkpoint: Checkpoint
+    _models: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+
+    def run(
+        self,
+        items: Sequence[np.ndarray],
+        *,
+        dtype: Dtype = "float64",
+        alter: Callable[[nn.Module], None] | None = None,
+        windows: Sequence[int] | None = None,
+    ) -> Encoded:
+        """Encode log-mels [bins, frames] in one call.
+
+        Args:
+            items: log-mel [bins, frames] each.
+            dtype: "float64" is the truth.
+            alter: changes the tower; in float64 only.
+            windows: tokens that attend to each other, where they are not those of a chunk.
+        """
+        model = self._model(dtype)
+        if alter is not None:
+            model = copy.deepcopy(model)
+            alter(model)
+        features = torch.from_numpy(np.concatenate(items, axis=1)).to(getattr(torch, dtype))
+        lengths = torch.tensor([item.shape[1] for item in items])
+        given = {} if windows is None else {"cu_seqlens": torch.tensor([0, *np.cumsum(windows)], dtype=torch.int32)}
+        tokens, rows = pooled_lengths(model, lengths.tolist())
+        with torch.no_grad(), _recorded(model.layers) as hidden:
+            out = model(features, feature_lens=lengths, **given).last_hidden_state
+        states = [_split(state, tokens) for state in hidden]
+        return Encoded(_split(out, rows), [np.stack(layers) for layers in zip(*states, strict=True)])
+
+    def rows(self, frames: Sequence[int]) -> list[int]:
+        """Rows that come out for clips of so many frames."""
+        return pooled_lengths(self._model("float64"), frames)[1]
+
+    def _model(self, dtype: Dtype) -> nn.Module:
+        if dtype not in self._models:
+            config, tensors = self.checkpoint.configs["tower"], self.checkpoint.tensors["tower"]
+            self._models[dtype] = qwen2_5_omni_audio_module(config, tensors, dtype)
+        return self._models[dtype]
+
+
 # The originals' modules, loaded strictly
 
 
@@ -319,7 +437,34 @@ def qwen3_omni_audio_module(config: Config, tensors: Tensors, dtype: Dtype) -> n
     """The audio tower from its own config and tensors without prefix."""
     audio_config = Qwen3OmniMoeAudioEncoderConfig(**config)
     audio_config._attn_implementation = "sdpa"
-    return _loaded(omni_modeling.Qwen3OmniMoeAudioEncoder(audio_config), tensors, "", dtype)
+    return _with_sinusoids(_loaded(omni_modeling.Qwen3OmniMoeAudioEncoder(audio_config), tensors, "", dtype), dtype)
+
+
+def qwen3_asr_modules(config: Config, tensors: Tensors, dtype: Dtype) -> tuple[nn.Module, nn.Module]:
+    """(audio tower, projector) of Qwen3-ASR from a transformers config and tensors in transformers' layout."""
+    full = Qwen3ASRConfig(**config)
+    full.audio_config._attn_implementation = "sdpa"
+    tower = _loaded(asr_modeling.Qwen3ASREncoder(full.audio_config), tensors, "model.audio_tower.", dtype)
+    projector = asr_modeling.Qwen3ASRMultiModalProjector(full)
+    return _with_sinusoids(tower, dtype), _loaded(projector, tensors, "model.multi_modal_projector.", dtype)
+
+
+def qwen2_audio_module(config: Config, tensors: Tensors, dtype: Dtype) -> nn.Module:
+    """Qwen2-Audio without its head; of the language model, which makes no rows, the parameters are random."""
+    full = Qwen2AudioConfig(**config)
+    full._attn_implementation = "sdpa"
+    model = Qwen2AudioModel(full)
+    _loaded(model.audio_tower, tensors, "audio_tower.", dtype)
+    _loaded(model.multi_modal_projector, tensors, "multi_modal_projector.", dtype)
+    model.language_model.to(getattr(torch, dtype))
+    return model.eval()
+
+
+def qwen2_5_omni_audio_module(config: Config, tensors: Tensors, dtype: Dtype) -> nn.Module:
+    """The audio tower from its own config and tensors without prefix."""
+    audio_config = Qwen2_5OmniAudioEncoderConfig(**config)
+    audio_config._attn_implementation = "sdpa"
+    return _with_sinusoids(_loaded(Qwen2_5OmniAudioEncoder(audio_config), tensors, "", dtype), dtype)
 
 
 def whisper_module(config: Config, tensors: Tensors, dtype: Dtype) -> nn.Module:
@@ -344,6 +489,13 @@ def _loaded(module: nn.Module, tensors: Tensors, prefix: str, dtype: Dtype) -> n
 
 
 # What the truth computes in place of the originals' float32
+
+
+def _with_sinusoids(tower: nn.Module, dtype: Dtype) -> nn.Module:
+    if dtype == "float64":
+        positions = tower.positional_embedding
+        positions.positional_embedding = whisper_sinusoids(positions.length, positions.channels)
+    return tower
 
 
 def resample_bicubic(table: torch.Tensor, height: int, width: int, *, antialias: bool = False) -> torch.Tensor:
@@ -410,6 +562,12 @@ def audio_tokens(frames: int) -> int:
             length = (length - 1) // 2 + 1
         tokens += length
     return tokens
+
+
+def pooled_lengths(tower: nn.Module, frames: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(tokens, rows) of clips as Qwen2-Audio's and Qwen2.5-Omni's towers count them."""
+    tokens, rows = tower._get_feat_extract_output_lengths(torch.tensor(frames))
+    return tokens.tolist(), rows.tolist()
 
 
 def use_epsilon(*modules: nn.Module, eps: float) -> None:

@@ -38,3 +38,11 @@ def test_a_grid_that_does_not_match_is_refused(grid):
 def test_a_mel_without_frames_is_refused(shape):
     with pytest.raises(InputError, match=r"^x: mel has shape"):
         AudioItem(np.zeros(shape), name="x")
+
+
+def test_recorded_frames_are_all_unless_it_is_said():
+    mel = np.zeros((8, 30), np.float32)
+    assert (AudioItem(mel).recorded, AudioItem(mel, frames=7).recorded) == (30, 7)
+    for frames in (0, 31):
+        with pytest.raises(InputError, match=rf"^x: {frames} of 30 frames are said to be recorded"):
+            AudioItem(mel, name="x", frames=frames)

@@ -15,6 +15,7 @@ from jaxenc.preprocess import (
     mel_filters,
     navit_item,
     navit_size,
+    padded_log_mel,
     sample_indices,
 )
 
@@ -115,6 +116,21 @@ def test_log_mel_is_whispers(bins, samples):
     # The published NumPy path works in float64, as ours does.
     in_float64 = extractor._np_extract_fbank_features(waveform[None], "cpu")[0]
     np.testing.assert_allclose(mel, in_float64, atol=5e-7)
+
+
+@pytest.mark.parametrize("samples", [100, 161, 32037, 47900])
+def test_a_recording_padded_with_silence_is_whispers(samples):
+    # three seconds instead of thirty: what Qwen2-Audio, and Qwen2.5-Omni of five minutes, pad to
+    extractor = transformers.WhisperFeatureExtractor(feature_size=128, chunk_length=3)
+    waveform = load_audio(files("jaxenc") / "assets" / "sense_and_sensibility.flac")[:samples]
+    expected = extractor(
+        waveform, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="np"
+    )
+    whole, recorded = padded_log_mel(waveform, bins=128, frames=300)
+    short, also_recorded = padded_log_mel(waveform, bins=128)
+    assert recorded == also_recorded == expected["attention_mask"].sum()
+    np.testing.assert_allclose(whole, expected["input_features"][0], atol=5e-5)
+    np.testing.assert_allclose(short[:, :recorded], expected["input_features"][0][:, :recorded], atol=5e-5)
 
 
 @pytest.mark.parametrize("samples", [160, 177, 200])
