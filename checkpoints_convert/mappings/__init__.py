@@ -1,5 +1,5 @@
 """The key names of each family, as functions of plain sizes."""
 
-from checkpoints_convert.mappings import kimi_k25, qwen3_omni_audio, whisper
+from checkpoints_convert.mappings import kimi_k25, qwen3_omni_audio, qwen_vision, whisper
 
-__all__ = ["kimi_k25", "qwen3_omni_audio", "whisper"]
+__all__ = ["kimi_k25", "qwen3_omni_audio", "qwen_vision", "whisper"]

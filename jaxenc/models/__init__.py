@@ -13,7 +13,13 @@ from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.errors import ConfigError
 from jaxenc.items import Item
 from jaxenc.layers.transformer import TransformerConfig
-from jaxenc.models import kimi_k25, qwen3_omni_audio, whisper
+from jaxenc.models import (
+    kimi_k25,
+    qwen3_omni_audio,
+    qwen3_omni_vision,
+    qwen3_vl,
+    whisper,
+)
 from jaxenc.packing import Batch, Budget, Placed
 from sharding_rules import Workload
 
@@ -27,7 +33,6 @@ class EncoderConfig(Protocol):
         kinds: arguments of `Encoder.encode` that it takes.
         published: models that use it.
         model_types: of the config.json files that describe it.
-        input_axes: logical axes of each array that `layout` makes and the module reads.
     """
 
     family: ClassVar[str]
@@ -35,7 +40,10 @@ class EncoderConfig(Protocol):
     kinds: ClassVar[tuple[str, ...]]
     published: ClassVar[tuple[str, ...]]
     model_types: ClassVar[tuple[str, ...]]
-    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]]
+
+    @property
+    def input_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Logical axes of each array that `layout` makes and the module reads."""
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -90,7 +98,9 @@ class EncoderConfig(Protocol):
         """The arrays of one batch; of an empty one, their shapes. `parts` are those of the batch and of token axes."""
 
 
-FAMILIES = {module.Config.family: module for module in (kimi_k25, qwen3_omni_audio, whisper)}
+FAMILIES = {
+    module.Config.family: module for module in (kimi_k25, qwen3_vl, qwen3_omni_vision, qwen3_omni_audio, whisper)
+}
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,8 @@ def published_configs(config: Mapping[str, Any], *, name: str) -> list[EncoderCo
         ConfigError: none is known; names the model type.
     """
     model_type = config.get("model_type")
-    found = [m.Config.from_hf(config) for m in FAMILIES.values() if model_type in m.Config.model_types]
+    read = [m.Config.from_hf(config) for m in FAMILIES.values() if model_type in m.Config.model_types]
+    found = [tower for tower in read if tower is not None]  # of several towers, one may not be described
     if not found:
         known = ", ".join(sorted({t for m in FAMILIES.values() for t in m.Config.model_types}))
         raise ConfigError(f"{name}: model_type is {model_type!r}; known are {known}")
