@@ -23,10 +23,10 @@ from tests.parity.compare import (
 from tests.parity.qwen_references import Grid, Qwen, QwenAlter
 from tests.parity.references import Encoded
 
-FAMILIES = ["qwen3_vl", "qwen3_omni_vision"]
+FAMILIES = ["qwen3_vl", "qwen3_omni_vision", "qwen2_vl"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Qwen3-Omni's is Qwen3-VL's under other names
-every_other = pytest.mark.parametrize("family", ["qwen3_vl"])
+every_other = pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
 
 SQUARE, WIDE, CLIP, SMALLEST_CLIP, LARGE, TALL = range(6)
 # the sides of windows are 8: one whole, a part of one, parts at two edges, and several with parts at all edges
