@@ -15,6 +15,7 @@ from jaxenc.items import Item
 from jaxenc.layers.transformer import TransformerConfig
 from jaxenc.models import (
     kimi_k25,
+    qwen2_5_vl,
     qwen2_vl,
     qwen3_omni_audio,
     qwen3_omni_vision,
@@ -101,7 +102,7 @@ class EncoderConfig(Protocol):
 
 FAMILIES = {
     module.Config.family: module
-    for module in (kimi_k25, qwen2_vl, qwen3_vl, qwen3_omni_vision, qwen3_omni_audio, whisper)
+    for module in (kimi_k25, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_omni_vision, qwen3_omni_audio, whisper)
 }
 
 

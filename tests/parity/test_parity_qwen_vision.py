@@ -23,10 +23,10 @@ from tests.parity.compare import (
 from tests.parity.qwen_references import Grid, Qwen, QwenAlter
 from tests.parity.references import Encoded
 
-FAMILIES = ["qwen3_vl", "qwen3_omni_vision", "qwen2_vl"]
+FAMILIES = ["qwen3_vl", "qwen3_omni_vision", "qwen2_vl", "qwen2_5_vl"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Qwen3-Omni's is Qwen3-VL's under other names
-every_other = pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl"])
+every_other = pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
 
 SQUARE, WIDE, CLIP, SMALLEST_CLIP, LARGE, TALL = range(6)
 # the sides of windows are 8: one whole, a part of one, parts at two edges, and several with parts at all edges
@@ -191,6 +191,38 @@ def test_mergers_have_the_erf_gelu(family: str) -> None:
             tower.merger.mlp[1] = nn.GELU("tanh")
 
     avoids(family, QwenAlter(model=mistake), on=EVERY)
+
+
+def test_the_gate_is_what_the_activation_is_applied_to() -> None:
+    def mistake(tower: Any) -> None:
+        for block in tower.blocks:
+            block.mlp.gate_proj, block.mlp.up_proj = block.mlp.up_proj, block.mlp.gate_proj
+
+    avoids("qwen2_5_vl", QwenAlter(model=mistake), on=EVERY)
+
+
+@pytest.mark.parametrize("whole", [[], [0], [0, 1, 2]], ids=["none", "another", "all"])
+def test_blocks_attend_in_windows_but_for_the_named_ones(whole: list[int]) -> None:
+    def mistake(tower: Any) -> None:
+        tower.fullatt_block_indexes = whole
+
+    avoids("qwen2_5_vl", QwenAlter(model=mistake), on=SEVERAL_WINDOWS)
+
+
+@pytest.mark.parametrize("pixels", [16, 64])
+def test_windows_are_as_wide_as_the_config_says(pixels: int) -> None:
+    def mistake(tower: Any) -> None:
+        tower.window_size = pixels
+
+    avoids("qwen2_5_vl", QwenAlter(model=mistake), on=[LARGE, TALL])
+
+
+def test_rows_come_out_in_merge_order_and_not_window_by_window() -> None:
+    at = case("qwen2_5_vl")
+    rows = at.truth.rows[LARGE]
+    columns = np.arange(70).reshape(10, 7)
+    by_window = np.concatenate([columns[y : y + 4, x : x + 4].ravel() for y in (0, 4, 8) for x in (0, 4)])
+    assert_avoided([at.ours[LARGE]], [rows], [rows[by_window]])
 
 
 FAINT = ("patch_embed", "pos_embed", ".attn.proj", ".mlp.fc2", ".mlp.linear_fc2", ".mlp.down_proj")
