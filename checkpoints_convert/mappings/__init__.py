@@ -1,5 +1,12 @@
 """The key names of each family, as functions of plain sizes."""
 
-from checkpoints_convert.mappings import kimi_k25, qwen2_5_omni_audio, qwen2_audio, qwen3_omni_audio, whisper
+from checkpoints_convert.mappings import (
+    kimi_k25,
+    qwen2_5_omni_audio,
+    qwen2_audio,
+    qwen3_omni_audio,
+    qwen_vision,
+    whisper,
+)
 
-__all__ = ["kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "whisper"]
+__all__ = ["kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]

@@ -33,6 +33,42 @@ def bicubic_taps(size: int, source: int) -> tuple[Int[np.ndarray, "size 4"], Flo
     return np.clip(index, 0, source - 1), np.where(distance <= 1, near, far)
 
 
+def bilinear_taps(size: int, source: int) -> tuple[Int[np.ndarray, "size 2"], Float[np.ndarray, "size 2"]]:
+    """The same with two taps a point, first and last on first and last: mode="bilinear", align_corners=True.
+
+    Args:
+        size: points wanted.
+        source: points there are.
+
+    Returns:
+        Indices into the source, and weights (float64) that sum to one, two a point.
+    """
+    # a product of integers is divided once: the points that meet one of the source get it exactly
+    centre = np.arange(size) * (source - 1) / max(size - 1, 1)
+    left = np.floor(centre).astype(np.int64)
+    fraction = centre - left
+    return np.minimum(np.stack([left, left + 1], axis=1), source - 1), np.stack([1 - fraction, fraction], axis=1)
+
+
+def grid_taps(
+    rows: tuple[Int[np.ndarray, "h taps"], Float[np.ndarray, "h taps"]],
+    columns: tuple[Int[np.ndarray, "w taps"], Float[np.ndarray, "w taps"]],
+    *,
+    width: int,
+) -> tuple[Int[np.ndarray, "h w taps*taps"], Float[np.ndarray, "h w taps*taps"]]:
+    """Taps of a grid's points in a flattened table from those of its rows and columns.
+
+    Args:
+        rows: of each row.
+        columns: of each column.
+        width: columns of the table.
+    """
+    (index_y, weight_y), (index_x, weight_x) = rows, columns
+    index = index_y[:, None, :, None] * width + index_x[None, :, None, :]
+    weight = weight_y[:, None, :, None] * weight_x[None, :, None, :]
+    return index.reshape(*index.shape[:2], -1), weight.reshape(*weight.shape[:2], -1)
+
+
 def bilinear_weights(size: int, source: int) -> Float[np.ndarray, "size source"]:
     """How much each of `size` points takes of each of `source` points.
 

@@ -58,6 +58,8 @@ class TransformerConfig:
         key_bias: whether keys have one, where the others do and they are not fused.
         out_bias: whether the projection after attention has one.
         mlp_bias: whether the MLP's layers have one.
+        windowed: blocks in which tokens attend to a window of their segment only.
+        window: tokens of such a window, at most.
     """
 
     layers: int
@@ -77,11 +79,13 @@ class TransformerConfig:
     key_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
+    windowed: int = 0
+    window: int = 0
 
     @property
     def pair_flops(self) -> float:
-        """FLOPs of two tokens that attend to each other, over all layers: a score, and a value weighed by it."""
-        return self.layers * 4.0 * self.heads * self.head_dim
+        """FLOPs of two tokens of a segment, over the layers where these attend: a score, and a value weighed by it."""
+        return (self.layers - self.windowed) * 4.0 * self.heads * self.head_dim
 
     def work(self, tokens: Sequence[int], *, windows: bool, unit: int = 1) -> tuple[GroupWork, GroupWork]:
         """The work of attention and MLPs over segments of so many tokens (two FLOPs a multiply-add).
@@ -96,7 +100,12 @@ class TransformerConfig:
             "attention",
             "heads",
             "length",
-            tuple(c.layers * (8.0 * n * c.embed * width + 4.0 * n * n * width) for n in tokens),
+            tuple(
+                c.layers * 8.0 * n * c.embed * width
+                + c.pair_flops * n * n
+                + c.windowed * 4.0 * n * min(n, c.window) * width
+                for n in tokens
+            ),
             unit=unit,
             layers=c.layers,
             paddable=True,

@@ -18,9 +18,13 @@ from jaxenc.models import (
     dinov2,
     kimi_k25,
     qwen2_5_omni_audio,
+    qwen2_5_vl,
     qwen2_audio,
+    qwen2_vl,
     qwen3_asr_audio,
     qwen3_omni_audio,
+    qwen3_omni_vision,
+    qwen3_vl,
     siglip,
     siglip2,
     whisper,
@@ -39,7 +43,6 @@ class EncoderConfig(Protocol):
         published: models that use it.
         model_types: of the config.json files that describe it; "model (tower)" where the type of its `vision_config`
             decides.
-        input_axes: logical axes of each array that `layout` makes and the module reads.
     """
 
     family: ClassVar[str]
@@ -47,7 +50,10 @@ class EncoderConfig(Protocol):
     kinds: ClassVar[tuple[str, ...]]
     published: ClassVar[tuple[str, ...]]
     model_types: ClassVar[tuple[str, ...]]
-    input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]]
+
+    @property
+    def input_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Logical axes of each array that `layout` makes and the module reads."""
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -110,6 +116,10 @@ FAMILIES = {
         siglip,
         siglip2,
         dinov2,
+        qwen2_vl,
+        qwen2_5_vl,
+        qwen3_vl,
+        qwen3_omni_vision,
         whisper,
         qwen2_audio,
         qwen2_5_omni_audio,
@@ -176,7 +186,8 @@ def published_configs(config: Mapping[str, Any], *, name: str) -> list[EncoderCo
     model_type = config.get("model_type")
     tower_type = f"{model_type} ({(config.get('vision_config') or {}).get('model_type')})"
     types = {model_type, tower_type}
-    found = [m.Config.from_hf(config) for m in FAMILIES.values() if types & set(m.Config.model_types)]
+    read = [m.Config.from_hf(config) for m in FAMILIES.values() if types & set(m.Config.model_types)]
+    found = [tower for tower in read if tower is not None]  # of several towers, one may not be described
     if not found:
         known = ", ".join(sorted({t for m in FAMILIES.values() for t in m.Config.model_types}))
         raise ConfigError(f"{name}: model_type is {model_type!r}; known are {known}")

@@ -5,7 +5,6 @@ Source: the published model code and `Kimi_K25VisionModel` of transformers 5.24.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import kimi_k25 as keys
@@ -23,7 +22,8 @@ from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
-from jaxenc.layers.resample import bicubic_taps, weighted_gather
+from jaxenc.layers.patches import PatchMerger, embed_patches, merge_order, merger_work, patch_work
+from jaxenc.layers.resample import bicubic_taps, grid_taps, weighted_gather
 from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
@@ -33,7 +33,7 @@ from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.images import load_image, navit_item
 from jaxenc.preprocess.video import iter_frames, navit_video_items
-from sharding_rules import GroupWork, Workload
+from sharding_rules import Workload
 
 EPS = 1e-5  # LayerNorm's, everywhere: PyTorch's default, ten times Flax's
 ROTARY_POSITIONS = 512  # the rotary table of the published code, and so the longest side of a grid
@@ -197,25 +197,9 @@ class Config:
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group (an item taken as one frame)."""
-        merged, group = self.merged, self.merge**2
-        stem = GroupWork(
-            "stem",
-            None,
-            "stem_length",
-            tuple(6.0 * self.patch**2 * self.embed * n for n in items),
-            unit=group,
-            returned=self.embed,
-            live=tuple(n * (3.0 * self.patch**2 + self.embed) for n in items),
-        )
-        projector = GroupWork(
-            "projector",
-            "projector_mlp",
-            "projector_length",
-            tuple(2.0 * merged * (merged + self.out) * n / group for n in items),
-            unit=group,
-            summed=(self.out / group,),
-            live=tuple((2.0 * merged + self.out) * n / group for n in items),
-        )
+        group = self.merge**2
+        stem = patch_work(items, features=3 * self.patch**2, embed=self.embed, unit=group)
+        projector = merger_work(items, embed=self.embed, out=self.out, group=group)
         return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
@@ -294,7 +278,7 @@ class Config:
         for segment, place in packing.segments(placed):
             item = items[place.item]
             t, h, w = item.grid
-            order = row_order(item.grid, self.merge)[place.start : place.start + place.size]
+            order = merge_order(item.grid, self.merge)[place.start : place.start + place.size]
             at = (place.row, slice(place.offset, place.offset + place.size))
             frame, y, x = np.unravel_index(order, item.grid)
             arrays["patches"][at] = item.patches[order]
@@ -302,13 +286,10 @@ class Config:
             # row 0 of the temporal table is zero: a single frame gets no temporal term, frame 0 of a clip gets row 1
             arrays["frame"][at] = frame + 1 if t > 1 else 0
             arrays["yx"][at] = np.stack([y, x], axis=-1)
-            (index_y, weight_y), (index_x, weight_x) = (
-                bicubic_taps(h, self.position_h),
-                bicubic_taps(w, self.position_w),
-            )
-            taps = index_y[y][:, :, None] * self.position_w + index_x[x][:, None, :]
-            arrays["tap_index"][at] = taps.reshape(-1, 16)
-            arrays["tap_weight"][at] = (weight_y[y][:, :, None] * weight_x[x][:, None, :]).reshape(-1, 16)
+            axes = bicubic_taps(h, self.position_h), bicubic_taps(w, self.position_w)
+            index, weight = grid_taps(*axes, width=self.position_w)
+            arrays["tap_index"][at] = index[y, x]
+            arrays["tap_weight"][at] = weight[y, x]
             tokens.fill(place.row, place.offset, place.item, order)
 
             made = place.size // (t * group)  # output rows, each the mean over t frames of group patches
@@ -337,7 +318,7 @@ class KimiK25(nnx.Module):
         )
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
         self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype)
-        self.projector = PatchMerger(c, dtype=dtype)
+        self.projector = PatchMerger(c.embed, c.out, group=c.merge**2, eps=c.projector_eps, dtype=dtype)
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
@@ -352,11 +333,8 @@ class KimiK25(nnx.Module):
         Returns:
             Output rows, and the captured blocks' outputs.
         """
-        c, segments = self.config, inputs["segments"]
-        dtype = self.final_norm.scale.dtype
-        # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
-        patches = jnp.where((segments > 0)[..., None], inputs["patches"], 0).astype(dtype)
-        x = self.patch_embed(shard(patches, "batch", "stem_length", "patch"))
+        c, dtype = self.config, self.final_norm.scale.dtype
+        x = embed_patches(self.patch_embed, inputs, shard=shard)
         table = self.position_embed[...].reshape(-1, c.embed)
         position = weighted_gather(table, inputs["tap_index"], inputs["tap_weight"])
         position = position + jnp.asarray(temporal_table(c.frames, c.embed))[inputs["frame"]]
@@ -376,32 +354,6 @@ class KimiK25(nnx.Module):
         # the mean over frames is taken in float32, and tokens come out grouped as the projector merges them
         x = jax.vmap(weighted_gather)(x, inputs["pool_index"], inputs["pool_weight"]).astype(dtype)
         return self.projector(x, shard=shard), captured
-
-
-class PatchMerger(nnx.Module):
-    """Each group of patches, normalised one by one, becomes an output row: two layers with erf's GELU between."""
-
-    def __init__(self, config: Config, *, dtype: DTypeLike):
-        """Declares the projector."""
-        inputs, hidden = {"projector_in": config.merged}, {"projector_mlp": config.merged}
-        self.norm = LayerNorm(config.embed, eps=config.projector_eps, dtype=dtype)
-        self.up = Linear(hidden, inputs, dtype=dtype)
-        self.down = Linear({"projector_out": config.out}, hidden, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "b n embed"], *, shard: Shard) -> Float[Array, "b rows out"]:
-        """Merges consecutive tokens, as many as the kernel takes."""
-        merged = self.norm(x).reshape(x.shape[0], -1, self.up.kernel.shape[-1])
-        hidden = self.up(shard(merged, "batch", "projector_length", "projector_in"))
-        hidden = shard(jax.nn.gelu(hidden, approximate=False), "batch", "projector_length", "projector_mlp")
-        return shard(self.down(hidden), "batch", "projector_length", "projector_out")
-
-
-@lru_cache(maxsize=64)  # every row that has a share of an item asks for it
-def row_order(grid: tuple[int, int, int], merge: int) -> Int[np.ndarray, " n"]:
-    """The tokens of a clip (frames, rows, columns) in the order of the output rows that they become."""
-    t, h, w = grid
-    tokens = np.arange(t * h * w).reshape(t, h // merge, merge, w // merge, merge)
-    return tokens.transpose(1, 3, 0, 2, 4).ravel()
 
 
 def temporal_table(frames: int, embed: int) -> Float[np.ndarray, "frames+1 embed"]:

@@ -11,6 +11,14 @@ from jaxenc.preprocess.images import (
     patchify,
     resize_bicubic,
 )
+from jaxenc.preprocess.qwen import (
+    QwenSettings,
+    qwen_image_item,
+    qwen_patches,
+    qwen_sample_indices,
+    qwen_video_items,
+    smart_size,
+)
 from jaxenc.preprocess.video import (
     cut_chunks,
     format_timestamp,
@@ -22,6 +30,7 @@ from jaxenc.preprocess.video import (
 
 __all__ = [
     "NavitSize",
+    "QwenSettings",
     "cut_chunks",
     "format_timestamp",
     "iter_frames",
@@ -38,6 +47,11 @@ __all__ = [
     "pad_right_bottom",
     "padded_log_mel",
     "patchify",
+    "qwen_image_item",
+    "qwen_patches",
+    "qwen_sample_indices",
+    "qwen_video_items",
     "resize_bicubic",
     "sample_indices",
+    "smart_size",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxenc.items import VisionItem
 from jaxenc.preprocess._sources import MediaFile, as_array, is_array, open_container, open_source, require, source_name
 from jaxenc.preprocess.images import load_image, navit_item
 
-Sampling = Literal["even", "endpoints"]
+Sampling = Literal["even", "endpoints"] | Callable[[int, float], Int[np.ndarray, " n"]]
 Frame = tuple[UInt8[np.ndarray, "height width 3"], float]
 
 
@@ -85,11 +85,14 @@ def sample_indices(
         fps: its frames per second.
         sample_fps: frames per second to keep; None, or more than `fps`, keeps all.
         sampling: "even" is transformers 5.24's rule: n = floor(frames / fps * sample_fps), index i * frames // n.
-            "endpoints" is that of Kimi-K2.5's own file: n = round(...), spread over the first to the last frame.
+            "endpoints" is that of Kimi-K2.5's own file: n = round(...), spread over the first to the last frame. A
+            function makes the indices itself, from `frames` and `fps` alone.
 
     Returns:
         Increasing indices, at least one.
     """
+    if callable(sampling):
+        return sampling(frames, fps)
     if sample_fps is None or sample_fps >= fps:
         return np.arange(frames)
     if sampling == "even":

@@ -366,6 +366,145 @@ def qwen3_asr_audio(sizes: AudioSizes = AudioSizes(heads=7), *, seed: int = 0) -
     )
 
 
+# Qwen-VL: vision towers
+
+
+@dataclass(frozen=True)
+class QwenSizes:
+    """Sizes of a tiny Qwen-VL tower; the families leave out what they have not."""
+
+    layers: int = 3
+    heads: int = 4
+    head_dim: int = 12
+    mlp: int = 84
+    patch: int = 4
+    table: int = 12
+    deepstack: tuple[int, ...] = (0, 2)
+    window: int = 32
+    whole: tuple[int, ...] = (1,)
+    text: int = 40
+
+    @property
+    def embed(self) -> int:
+        """Width of the tower."""
+        return self.heads * self.head_dim
+
+
+def qwen2_vl(
+    sizes: QwenSizes = QwenSizes(mlp=96), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen2-VL. Layouts: `original` (visual.*), `model` (model.visual.*); configs: whole and of the `tower`."""
+    make = _Maker(seed, scales)
+    _qwen_tower(make, sizes, up=("fc1",), down="fc2", patch_bias=False)
+    _qwen_merger(make, "merger", sizes, parts=("ln_q", "mlp.0", "mlp.2"))
+    vision = {
+        "depth": sizes.layers, "embed_dim": sizes.embed, "hidden_act": "quick_gelu", "hidden_size": sizes.text,
+        "in_channels": 3, "in_chans": 3, "mlp_ratio": sizes.mlp // sizes.embed, "model_type": "qwen2_vl",
+        "num_heads": sizes.heads, "patch_size": sizes.patch, "spatial_merge_size": 2, "spatial_patch_size": sizes.patch,
+        "temporal_patch_size": 2,
+    }  # fmt: skip
+    return _qwen(
+        make.tensors, vision, "visual.", {"model_type": "qwen2_vl", "hidden_size": 72, "vision_config": vision}
+    )
+
+
+def qwen2_5_vl(
+    sizes: QwenSizes = QwenSizes(), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen2.5-VL, as `qwen2_vl`."""
+    make = _Maker(seed, scales, norm_bias=False)
+    _qwen_tower(make, sizes, up=("gate_proj", "up_proj"), down="down_proj", patch_bias=False)
+    _qwen_merger(make, "merger", sizes, parts=("ln_q", "mlp.0", "mlp.2"))
+    vision = {
+        "depth": sizes.layers, "fullatt_block_indexes": list(sizes.whole), "hidden_act": "silu",
+        "hidden_size": sizes.embed, "in_chans": 3, "intermediate_size": sizes.mlp, "model_type": "qwen2_5_vl",
+        "num_heads": sizes.heads, "out_hidden_size": sizes.text, "patch_size": sizes.patch, "spatial_merge_size": 2,
+        "spatial_patch_size": sizes.patch, "temporal_patch_size": 2, "tokens_per_second": 2,
+        "window_size": sizes.window,
+    }  # fmt: skip
+    return _qwen(
+        make.tensors, vision, "visual.", {"model_type": "qwen2_5_vl", "hidden_size": 72, "vision_config": vision}
+    )
+
+
+def qwen3_vl(
+    sizes: QwenSizes = QwenSizes(), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen3-VL, as `qwen2_vl`; published as model.visual.*, and `model` is visual.* here."""
+    make = _Maker(seed, scales)
+    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True)
+    parts = ("norm", "linear_fc1", "linear_fc2")
+    _qwen_merger(make, "merger", sizes, parts=parts)
+    for place in range(len(sizes.deepstack)):
+        _qwen_merger(make, f"deepstack_merger_list.{place}", sizes, parts=parts, norm_of_group=True)
+    vision = _qwen3_vision(sizes, "qwen3_vl")
+    text = {"hidden_size": 72, "model_type": "qwen3_vl_text", "num_hidden_layers": 1}
+    return _qwen(
+        make.tensors, vision, "model.visual.", {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    )
+
+
+def qwen3_omni_vision(
+    sizes: QwenSizes = QwenSizes(), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny Qwen3-Omni with its vision tower, as `qwen2_vl`; published as thinker.visual.*."""
+    make = _Maker(seed, scales)
+    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True)
+    parts = ("ln_q", "mlp.0", "mlp.2")
+    _qwen_merger(make, "merger", sizes, parts=parts)
+    for place in range(len(sizes.deepstack)):
+        _qwen_merger(make, f"merger_list.{place}", sizes, parts=parts, norm_of_group=True)
+    vision = _qwen3_vision(sizes, "qwen3_omni_moe_vision_encoder")
+    config = _omni_configs(AudioSizes())["original"]
+    config["thinker_config"]["vision_config"] = vision
+    return _qwen(make.tensors, vision, "thinker.visual.", config)
+
+
+def _qwen_tower(make: "_Maker", sizes: QwenSizes, *, up: tuple[str, ...], down: str, patch_bias: bool) -> None:
+    d, f = sizes.embed, sizes.mlp
+    make.linear("patch_embed.proj", (d, 3, 2, sizes.patch, sizes.patch), gain=1.6, bias=patch_bias)
+    if patch_bias:  # Qwen3-VL alone has a table too
+        make.tensor("pos_embed.weight", (sizes.table**2, d), scale=1.2)
+    for n in range(sizes.layers):
+        block = f"blocks.{n}"
+        make.norm(f"{block}.norm1", d)
+        make.norm(f"{block}.norm2", d)
+        make.linear(f"{block}.attn.qkv", (3 * d, d), gain=1.3)
+        make.linear(f"{block}.attn.proj", (d, d), gain=1.2)
+        for name in up:
+            make.linear(f"{block}.mlp.{name}", (f, d), gain=1.3)
+        make.linear(f"{block}.mlp.{down}", (d, f), gain=1.2)
+
+
+def _qwen_merger(
+    make: "_Maker", name: str, sizes: QwenSizes, *, parts: tuple[str, str, str], norm_of_group: bool = False
+) -> None:
+    width = 4 * sizes.embed
+    make.norm(f"{name}.{parts[0]}", width if norm_of_group else sizes.embed)
+    make.linear(f"{name}.{parts[1]}", (width, width), gain=1.2)
+    make.linear(f"{name}.{parts[2]}", (sizes.text, width), gain=1.2)
+
+
+def _qwen3_vision(sizes: QwenSizes, model_type: str) -> Config:
+    return {
+        "deepstack_visual_indexes": list(sizes.deepstack), "depth": sizes.layers, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": sizes.embed, "in_channels": 3, "initializer_range": 0.02, "intermediate_size": sizes.mlp,
+        "model_type": model_type, "num_heads": sizes.heads, "num_position_embeddings": sizes.table**2,
+        "out_hidden_size": sizes.text, "patch_size": sizes.patch, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+
+
+def _qwen(tower: Tensors, vision: Config, prefix: str, config: Config) -> Checkpoint:
+    prefixes = {"original": prefix, "model": "visual." if prefix == "model.visual." else "model.visual."}
+    names = ("language_model.layers.0.mlp.up_proj.weight", "lm_head.weight", "audio_tower.proj1.weight")
+    neighbours = {name: _nan(48, 40) for name in names}
+    return Checkpoint(
+        {layout: {start + name: value for name, value in tower.items()} for layout, start in prefixes.items()},
+        dict.fromkeys(prefixes, neighbours),
+        {"original": config, "tower": vision},
+    )
+
+
 # Whisper: encoder
 
 
@@ -501,9 +640,10 @@ def qwen2_5_omni_audio(
 # Inputs
 
 
-def image_patches(grid: tuple[int, int, int], *, seed: int = 0, patch: int = 14) -> np.ndarray:
-    """Patches [t*h*w, 3*patch*patch] float32 of one item, the normalised values of random 8-bit pixels."""
-    pixels = np.floor(uniform(seed, f"patches {grid}", (math.prod(grid), 3 * patch * patch)) * np.float32(128)) + 128
+def image_patches(grid: tuple[int, int, int], *, seed: int = 0, patch: int = 14, frames: int = 1) -> np.ndarray:
+    """Patches [t*h*w, 3*frames*patch*patch] float32 of one item, the normalised values of random 8-bit pixels."""
+    shape = (math.prod(grid), 3 * frames * patch * patch)
+    pixels = np.floor(uniform(seed, f"patches {grid}", shape) * np.float32(128)) + 128
     return ((pixels / np.float32(255) - np.float32(0.5)) / np.float32(0.5)).astype(np.float32)
 
 
@@ -518,6 +658,7 @@ class _Maker:
 
     seed: int
     scales: Mapping[str, float]
+    norm_bias: bool = True
 
     def __post_init__(self) -> None:
         self.tensors: Tensors = {}
@@ -536,7 +677,8 @@ class _Maker:
 
     def norm(self, name: str, width: int) -> None:
         self.tensor(f"{name}.weight", (width,), scale=0.4, offset=1.0)
-        self.tensor(f"{name}.bias", (width,), scale=0.4)
+        if self.norm_bias:
+            self.tensor(f"{name}.bias", (width,), scale=0.4)
 
     def whisper_blocks(self, layers: int, width: int, mlp: int, *, key_bias: bool) -> None:
         """The blocks of Whisper and its descendants."""
@@ -569,6 +711,10 @@ MAKERS: dict[str, Callable[..., Checkpoint]] = {
     "qwen2_5_omni_audio": qwen2_5_omni_audio,
     "qwen2_audio": qwen2_audio,
     "qwen3_asr_audio": qwen3_asr_audio,
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_omni_vision": qwen3_omni_vision,
     "qwen3_omni_audio": qwen3_omni_audio,
     "whisper": whisper,
 }
