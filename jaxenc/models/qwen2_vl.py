@@ -42,10 +42,11 @@ class Config(QwenConfig):
         """
         vision = config.get("vision_config", config)
         # the trap: `hidden_size` is the language model's here, and the tower's in all later ones
-        names = KEYS | {"embed": ("embed_dim",), "out": ("hidden_size",), "mlp": ("mlp_ratio",)}
+        names = {**KEYS, "embed": ("embed_dim",), "out": ("hidden_size",), "mlp": ("mlp_ratio",)}
         sizes = read_sizes(cls.family, vision, names)
-        names.pop("mlp")
+        del names["mlp"]
         return cls.read_hf(vision, names, mlp=sizes["mlp"] * sizes["embed"])
+
 
 
 VARIANTS: Mapping[str, Config] = {"7b": Config(), "2b": Config(out=1536), "72b": Config(out=8192)}
