@@ -53,7 +53,8 @@ def merger_work(items: Sequence[int], *, embed: int, out: int, group: int, count
         "projector_length",
         tuple(count * 2.0 * merged * (merged + out) * n / group for n in items),
         unit=group,
-        summed=(out / group,) * count,
+        # their rows are put side by side, and so are the sums exchanged
+        summed=(count * out / group,),
         live=tuple(count * (2.0 * merged + out) * n / group for n in items),
     )
 

@@ -48,5 +48,4 @@ class Config(QwenConfig):
         return cls.read_hf(vision, names, mlp=sizes["mlp"] * sizes["embed"])
 
 
-
 VARIANTS: Mapping[str, Config] = {"7b": Config(), "2b": Config(out=1536), "72b": Config(out=8192)}
