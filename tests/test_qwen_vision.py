@@ -11,6 +11,7 @@ from jaxenc import ConfigError, InputError
 from jaxenc.layers.parameters import flatten
 from jaxenc.models import FAMILIES, published_configs, qwen2_5_vl, qwen2_vl, qwen3_omni_vision, qwen3_vl
 from jaxenc.models.qwen_vision import windows_of
+from jaxenc.packing import Budget, Placed
 from tests import equality
 from tests.parity.checkpoints import MAKERS, QwenSizes, image_patches
 
@@ -133,6 +134,21 @@ def test_windows_of_a_frame_are_ragged_at_its_edges():
     order, window = windows_of((6, 10), merge=2, side=0)
     assert order.tolist() == list(range(60))
     assert not window.any()
+
+
+def test_windows_meet_their_own_block_and_its_neighbours_at_most():
+    config, grids = replace(qwen2_5_vl.Config(), patch=4, window_pixels=32), [(1, 46, 34), (2, 20, 14), (1, 10, 10)]
+    items = [jaxenc.VisionItem(np.zeros((math.prod(grid), 96), np.float32), grid) for grid in grids]
+    placed, offset = [], 0
+    for index, item in enumerate(items):
+        for piece, size in enumerate(config.pieces(item)):
+            placed.append(Placed(index, piece, 0, offset, size))
+            offset += size
+    inputs = config.layout(items, placed, Budget(4096, 1), {}).inputs
+    met = np.diff(inputs["window_starts"][0])
+    assert met.max() <= 3
+    # those of whole frames: 7 blocks, of which the last is shared, and so on
+    assert met.sum() < np.diff(inputs["starts"][0]).sum() / 2
 
 
 def test_windows_make_attention_cheaper_than_whole_frames():
