@@ -127,9 +127,10 @@ def write(subject: Subject, folder: Path, *, small: bool) -> dict[str, Any]:
 def measure_jaxenc(subject: Subject, folder: Path, *, dtype: str, runs: int) -> Row:
     """One process of ours."""
     import jaxenc
+    from jaxenc.models import named_config
 
     item = subject.timed()
-    encoder = jaxenc.load(folder / "jaxenc", dtype=dtype)
+    encoder = jaxenc.load(folder / "jaxenc", tower=named_config(subject.name).modality, dtype=dtype)
     tokens = sum(encoder.config.pieces(item))
     budget = next(budget for budget in encoder.budgets if budget.length >= tokens)
     compile_s, _ = _timed(lambda: encoder.warmup([budget]))

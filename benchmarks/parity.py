@@ -35,6 +35,7 @@ from benchmarks.subjects import (
     round_to_bfloat16,
 )
 from jaxenc.items import Item
+from jaxenc.models import named_config
 from tests.parity.checkpoints import Checkpoint
 
 Arrays = Mapping[str, np.ndarray]
@@ -132,7 +133,8 @@ def compare(subject: Subject, dtypes: Sequence[str], given: Arrays, *, small: bo
         _weights(checkpoint, dtype)
         with tempfile.TemporaryDirectory() as folder:
             path = subject.write_published(checkpoint, Path(folder) / "published", dtype=dtype)
-            encoder = jaxenc.load(path, dtype=dtype, budgets=subject.budgets)
+            tower = named_config(subject.name).modality
+            encoder = jaxenc.load(path, tower=tower, dtype=dtype, budgets=subject.budgets)
         ours = _flat(encoder.encode_items(items))
         truth, torch = (
             _flat([given[f"{subject.name}/{dtype}/{kind}/{i}"] for i in range(len(items))])

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxenc
 from jaxenc.encoder import Encoder
 from jaxenc.layers.transformer import unrolled
-from jaxenc.models import clip, dinov2, kimi_k25, qwen3_omni_audio, siglip, whisper
+from jaxenc.models import clip, dinov2, kimi_k25, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
 from jaxenc.packing import Budget
 
 # Wide enough that norms, activations and softmax, which are not counted as work, stay below 5 % of what is
@@ -27,11 +27,16 @@ WHISPER = whisper.Config(2, 512, 8, 2048, positions=128)
 LLAVA = replace(clip.VARIANTS["large-336"], layers=2, embed=512, heads=8, mlp=2048, image=112, hidden=512, out=512)
 PALIGEMMA = replace(siglip.VARIANTS["paligemma-224"], layers=2, embed=512, heads=8, mlp=2048, out=512)
 GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536, image=112)
+# one merger for the rows, and one for each block
+DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=8, out=512, deepstack=(0, 1))
+WINDOWS = replace(qwen2_5_vl.Config(), layers=2, embed=512, mlp=2048, out=512, whole=(1,))
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
 BUDGETS = {
     "kimi_k25": {"rows": Budget(256, 8), "length": Budget(0, 8, 128), "both": Budget(256, 8, 128)},
     "qwen3_omni_audio": {"rows": Budget(104, 8), "length": Budget(0, 8, 104), "both": Budget(104, 8, 104)},
+    "qwen3_vl": {"both": Budget(256, 8, 128)},
+    "qwen2_5_vl": {"both": Budget(256, 8, 128)},
     "whisper": {"rows": Budget(128, 8), "length": Budget(0, 8, 128), "both": Budget(128, 8, 128)},
     "clip": {"rows": Budget(260, 8)},
     "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
@@ -50,7 +55,7 @@ QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT) else "odd-"
+    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK) else "odd-"
     name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
@@ -75,6 +80,7 @@ CASES = [
         (LLAVA, (2, 4), ("tensor", "data"), ("rows",)),
         (PALIGEMMA, (2, 4), ("tensor", "data"), ("both",)),
         (GIANT, (2, 4), ("tensor",), ("rows", "both")),
+        (DEEPSTACK, (2, 4), ("tensor", "data"), ("both",)),
     ]
     for strategy in strategies
     for layout in layouts
@@ -214,6 +220,13 @@ def test_spread_items_gather_keys_and_values_together_once_a_layer():
     _, program, *_ = compiled(KIMI, (2, 4), "data", "both")
     # two layers: 8 x 128 tokens, keys and values of 512
     assert collectives_of(program) == {("all-gather", 8): [8 * 128 * 2 * 512 * 4] * 2}
+
+
+def test_layers_of_two_schedules_have_the_exchange_in_both_branches_and_do_one():
+    encoder, program, *work = compiled(WINDOWS, (2, 4), "tensor", "both")
+    found, expected = collectives_of(program), predicted(encoder, *work)
+    assert found.pop(("all-gather", 2)) == pytest.approx(2 * expected.pop(("all-gather", 2)), rel=0.05)
+    assert_same_collectives(found, expected)
 
 
 @pytest.mark.parametrize(

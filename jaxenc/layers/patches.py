@@ -26,7 +26,9 @@ def embed_patches(layer: Linear, inputs: Mapping[str, Array], *, shard: Shard) -
     """
     # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
     patches = jnp.where((inputs["segments"] > 0)[..., None], inputs["patches"], 0)
-    return layer(shard(patches.astype(layer.kernel.dtype), "batch", "stem_length", "patch"))
+    tokens = layer(shard(patches.astype(layer.kernel.dtype), "batch", "stem_length", "patch"))
+    # or XLA exchanges the patches, which are wider, and all devices embed all of them
+    return shard(tokens, "batch", "stem_length", "embed")
 
 
 def patch_work(items: Sequence[int], *, features: int, embed: int, unit: int) -> GroupWork:
@@ -51,7 +53,8 @@ def merger_work(items: Sequence[int], *, embed: int, out: int, group: int, count
         "projector_length",
         tuple(count * 2.0 * merged * (merged + out) * n / group for n in items),
         unit=group,
-        summed=(out / group,) * count,
+        # their rows are put side by side, and so are the sums exchanged
+        summed=(count * out / group,),
         live=tuple(count * (2.0 * merged + out) * n / group for n in items),
     )
 

@@ -44,7 +44,7 @@ class Config(QwenConfig):
         # the trap: `hidden_size` is the language model's here, and the tower's in all later ones
         names = {**KEYS, "embed": ("embed_dim",), "out": ("hidden_size",), "mlp": ("mlp_ratio",)}
         sizes = read_sizes(cls.family, vision, names)
-        names.pop("mlp")
+        del names["mlp"]
         return cls.read_hf(vision, names, mlp=sizes["mlp"] * sizes["embed"])
 
 
