@@ -23,7 +23,8 @@ CLIPS = {
 
 # Qwen3-ASR's is Qwen3-Omni's module, which is tried on many meshes elsewhere
 MESHES = [
-    *((family, mesh) for family in ("qwen2_audio", "qwen2_5_omni_audio") for mesh in ((1, 8), (2, 4), (1, 3))),
+    *(("qwen2_audio", mesh) for mesh in ((1, 8), (1, 3))),
+    *(("qwen2_5_omni_audio", mesh) for mesh in ((1, 8), (2, 4), (1, 3))),
     ("qwen3_asr_audio", (1, 8)),
 ]
 

@@ -225,7 +225,8 @@ def test_qwen3_asr_is_its_own_family(config):
 
 
 def test_qwen2_audio_is_read_with_its_language_models_width():
-    assert published_configs(QWEN2_AUDIO, name="config.json") == [qwen2_audio.Config()]
+    for config in (QWEN2_AUDIO, QWEN2_AUDIO["audio_config"]):
+        assert published_configs(config, name="config.json") == [qwen2_audio.Config()]
     made = qwen2_audio.Config.from_hf(QWEN2_AUDIO | {"text_config": {"hidden_size": 640}})
     assert made == qwen2_audio.Config(out=640)
 
@@ -461,6 +462,17 @@ def test_qwen2_audio_takes_what_was_recorded_in_whole_pairs(frames, pieces, rows
     item = jaxenc.AudioItem(np.zeros((128, 3000), np.float32), frames=frames)
     assert qwen2_audio.Config().pieces(item) == pieces
     assert qwen2_audio.Config().output_rows(item) == rows
+
+
+def test_every_hop_that_a_recording_begins_is_a_frame_before_silence():
+    samples = np.random.default_rng(0).normal(0, 0.1, 32_037).astype(np.float32)
+    (whole,) = qwen2_audio.Config().read("audio", samples, name="speech")
+    (cut,) = qwen2_5_omni_audio.Config().read("audio", samples, name="speech")
+    assert (whole.mel.shape, whole.recorded) == ((128, 3000), 201)
+    assert (cut.mel.shape, cut.recorded) == ((128, 201), 201)
+    np.testing.assert_array_equal(whole.mel[:, :201], cut.mel)
+    with pytest.raises(jaxenc.InputError, match=r"speech: 30\.1 s of audio; this encoder reads 30 s: cut it first"):
+        qwen2_audio.Config().read("audio", np.tile(samples, 16)[:481_000], name="speech")
 
 
 @pytest.mark.parametrize(

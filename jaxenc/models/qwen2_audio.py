@@ -61,7 +61,7 @@ class Config:
     modality: ClassVar[str] = "audio"
     kinds: ClassVar[tuple[str, ...]] = ("audio",)
     published: ClassVar[tuple[str, ...]] = ("Qwen/Qwen2-Audio-7B", "Qwen/Qwen2-Audio-7B-Instruct")
-    model_types: ClassVar[tuple[str, ...]] = ("qwen2_audio",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_audio", "qwen2_audio_encoder")
     # a row of a batch is cut between pairs of tokens, which the stretches of a windowed row are not
     window: ClassVar[int | None] = None
     unit: ClassVar[int] = POOL
