@@ -120,6 +120,7 @@ VARIANTS = [
         ({"model_type": "siglip2", "vision_config": {"model_type": "siglip2_vision_model"}}, "siglip2:base"),
         (DINOV2_SMALL, "dinov2"),
         (DINOV2_GIANT, "dinov2:giant"),
+        (DINOV2_GIANT | {"mlp_ratio": None, "layer_norm_eps": None}, "dinov2:giant"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -154,6 +155,9 @@ def test_a_llava_of_siglip_is_siglips():
         (DINOV2_SMALL | {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         (DINOV2_SMALL | {"num_attention_heads": 5}, "384 is not a multiple of its 5 heads"),
         (DINOV2_SMALL | {"mlp_ratio": 0}, "mlp_ratio is 0"),
+        (DINOV2_SMALL | {"hidden_size": "384"}, "hidden_size is '384'"),
+        (DINOV2_SMALL | {"layer_norm_eps": 0}, "layer_norm_eps is 0"),
+        ({"model_type": "siglip2", "vision_config": {"patch_size": [16, 16]}}, r"patch_size is \[16, 16\]"),
         (DINOV2_SMALL | {"num_channels": 4}, "num_channels is 4"),
         (LLAVA | {"vision_config": {"model_type": "pixtral"}}, "model_type is 'llava'; known are"),
     ],

@@ -17,6 +17,6 @@ def mappings(*, layers: int, **sizes: Any) -> dict[str, Mapping]:
         prefixes=(prefix,),
         layers=layers,
         unused=(f"{prefix}head.",),
-        aliases=((prefix, ("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model.")),),
+        aliases=((prefix, ("",)),),
     )
     return {"original": mapping}

@@ -214,9 +214,12 @@ def llava_mappings(
         prefixes=(prefix,) if out is None else (prefix, theirs),
         layers=layers,
         unused=tuple(prefix + one for one in unused),
-        aliases=(
+        # transformers 5 saves a tower alone with nothing before its names
+        aliases=((prefix, ("",)),)
+        if out is None
+        else (
             (prefix, ("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.")),
-            *(() if out is None else ((theirs, (f"model.{theirs}",)),)),
+            (theirs, (f"model.{theirs}",)),
         ),
     )
     return {"original": mapping}

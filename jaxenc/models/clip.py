@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import clip as keys
 from jaxenc.items import VisionItem
+from jaxenc.models.published import with_defaults
 from jaxenc.models.vit import PROJECTED, Vit, as_in_llava, tower_sizes
 from jaxenc.preprocess.images import fit_square, load_image, picture_item
 
@@ -52,7 +53,7 @@ class Config(Vit):
         Raises:
             ConfigError: a size is wrong, or a setting names a function that this tower does not compute.
         """
-        tower = cls(**tower_sizes(cls.family, {**DEFAULTS, **config.get("vision_config", config)}))
+        tower = cls(**tower_sizes(cls.family, with_defaults(DEFAULTS, config.get("vision_config", config))))
         return as_in_llava(tower, config) if config.get("model_type") == "llava" else tower
 
     def mappings(self) -> Mapping[str, KeyMapping]:

@@ -13,6 +13,7 @@ from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import dinov2 as keys
 from jaxenc.errors import ConfigError
 from jaxenc.items import VisionItem
+from jaxenc.models.published import with_defaults
 from jaxenc.models.vit import Vit, tower_sizes
 from jaxenc.preprocess.images import fit_square, load_image, picture_item
 
@@ -64,11 +65,13 @@ class Config(Vit):
         Raises:
             ConfigError: a size is wrong, or a setting names a function that this tower does not compute.
         """
-        config = {**DEFAULTS, **config}
+        config = with_defaults(DEFAULTS, config)
         ratio, gated = config["mlp_ratio"], config["use_swiglu_ffn"]
         if not isinstance(ratio, int | float) or ratio <= 0:
             raise ConfigError(f"{cls.family}: config.json: mlp_ratio is {ratio!r}; a number above 0 is needed")
-        sizes = tower_sizes(cls.family, {**config, "intermediate_size": int(config["hidden_size"] * ratio)})
+        embed = config["hidden_size"]
+        mlp = int(embed * ratio) if isinstance(embed, int) else embed  # what is no size is said there
+        sizes = tower_sizes(cls.family, {**config, "intermediate_size": mlp})
         if gated:
             sizes |= {"mlp": gated_mlp(sizes["mlp"]), "activation": "silu"}
         return cls(**sizes, gated=gated, qkv_bias=config["qkv_bias"], layer_scale=True, final_norm=True)

@@ -79,3 +79,8 @@ def activation_of(family: str, config: Mapping[str, Any], key: str) -> Activatio
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ConfigError(f"{family}: config.json: {key} is {config[key]!r}; known are {known}")
     return ACTIVATIONS[config[key]]
+
+
+def with_defaults(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with what its class has by default where it says nothing, or null."""
+    return {**defaults, **{key: value for key, value in config.items() if value is not None}}

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import siglip as keys
 from jaxenc.items import VisionItem
+from jaxenc.models.published import with_defaults
 from jaxenc.models.vit import PROJECTED, Vit, as_in_llava, tower_sizes
 from jaxenc.preprocess.images import fit_square, load_image, picture_item
 
@@ -59,7 +60,7 @@ class Config(Vit):
         Raises:
             ConfigError: a size is wrong, or a setting names a function that this tower does not compute.
         """
-        vision = {**DEFAULTS, **config.get("vision_config", config)}
+        vision = with_defaults(DEFAULTS, config.get("vision_config", config))
         tower = cls(**tower_sizes(cls.family, vision), final_norm=True)
         model_type = config.get("model_type")
         if model_type == "paligemma":

@@ -13,6 +13,7 @@ from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import siglip2 as keys
 from jaxenc.errors import ConfigError
 from jaxenc.items import VisionItem
+from jaxenc.models.published import with_defaults
 from jaxenc.models.vit import Vit, tower_sizes
 from jaxenc.preprocess.images import load_image, naflex_item
 
@@ -56,13 +57,14 @@ class Config(Vit):
         Raises:
             ConfigError: a size is wrong, or a setting names a function that this tower does not compute.
         """
-        vision = {**DEFAULTS, **config.get("vision_config", config)}
+        vision = with_defaults(DEFAULTS, config.get("vision_config", config))
         patches = vision["num_patches"]
         side = math.isqrt(patches) if isinstance(patches, int) and patches > 0 else 0
         if side**2 != patches:
             raise ConfigError(f"{cls.family}: config.json: num_patches is {patches!r}; positions are a square")
-        sizes = tower_sizes(cls.family, {**vision, "image_size": side * vision["patch_size"]})
-        return cls(**sizes, final_norm=True)
+        patch = vision["patch_size"]
+        image = side * patch if isinstance(patch, int) else patch  # what is no size is said there
+        return cls(**tower_sizes(cls.family, {**vision, "image_size": image}), final_norm=True)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""

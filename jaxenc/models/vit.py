@@ -413,9 +413,12 @@ def tower_sizes(family: str, vision: Mapping[str, Any]) -> dict[str, Any]:
     sizes = read_sizes(family, vision, KEYS)
     if sizes["embed"] % sizes["heads"]:
         raise ConfigError(f"{family}: hidden_size {sizes['embed']} is not a multiple of its {sizes['heads']} heads")
+    eps = vision["layer_norm_eps"]
+    if not isinstance(eps, int | float) or eps <= 0:
+        raise ConfigError(f"{family}: config.json: layer_norm_eps is {eps!r}; a number above 0 is needed")
     return {
         **sizes,
-        "eps": vision["layer_norm_eps"],
+        "eps": float(eps),
         "activation": activation_of(family, vision, "hidden_act"),
     }
 

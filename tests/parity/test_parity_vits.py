@@ -225,6 +225,15 @@ def test_every_layout_of_the_file_gives_the_same_rows(subject: Subject, tmp_path
 
 
 @every_model
+def test_what_transformers_saves_is_read(subject: Subject, tmp_path: Path) -> None:
+    subject.original.model("float32").save_pretrained(tmp_path)
+    encoder = jaxenc.load(tmp_path, dtype="float32")
+    assert encoder.config == subject.encoder.config
+    for one, other in zip(*map(jax.tree.leaves, (encoder.params, subject.encoder.params)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@every_model
 def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None:
     tensors, back = subject.original.tensors, subject.tensors_of(subject.encoder.params)
     for name, value in back.items():
