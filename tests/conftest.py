@@ -1,6 +1,8 @@
 """Eight virtual CPU devices for every test, and small checkpoints of the seed towers."""
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +19,36 @@ from jaxenc.models import kimi_k25, qwen3_omni_audio
 # the published numbers of heads, which decide what divides, and little else
 KIMI = replace(kimi_k25.Config(), layers=2, embed=64, mlp=96, position_h=16, position_w=12, out=24)
 QWEN = replace(qwen3_omni_audio.Config(), layers=2, embed=80, mlp=120, mel=32, channels=8, out=24)
+
+
+# a shell that starts the tests in the background has them ignore interrupts, and so would what they start
+_HEEDS_INTERRUPTS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def python():
+    """Starts Python with these arguments, to be interrupted as at a terminal; killed with the test."""
+    started = []
+
+    def start(*arguments, **environment):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _HEEDS_INTERRUPTS, sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -348,14 +348,9 @@ def test_encode_leaves_what_is_there_where_writing_fails(command, kimi_folder, p
     assert out.read_bytes() == b"of an earlier run"
 
 
-def test_encode_that_is_interrupted_exits_with_130_and_writes_nothing(kimi_folder, photo, tmp_path):
+def test_encode_that_is_interrupted_exits_with_130_and_writes_nothing(kimi_folder, photo, tmp_path, python):
     files = [str(photo)] * 10_000
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxenc", "encode", str(kimi_folder), *files, "-o", str(tmp_path / "rows.npz")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = python("-m", "jaxenc", "encode", str(kimi_folder), *files, "-o", str(tmp_path / "rows.npz"))
     assert "encoding 10000 files" in process.stderr.readline()
     time.sleep(1)
     process.send_signal(signal.SIGINT)

@@ -4,12 +4,9 @@ import contextlib
 import gc
 import io
 import logging
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -504,14 +501,9 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize("how", ["interrupted", "in a list", "left alone", "left with a bar"])
-def test_a_process_ends_at_once_and_without_noise(how):
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", **({"FORCE_COLOR": "1"} if "bar" in how else {})},
-    )
+def test_a_process_ends_at_once_and_without_noise(how, python):
+    terminal = {"FORCE_COLOR": "1"} if "bar" in how else {}
+    process = python("-c", textwrap.dedent(SCRIPT), how, TERM="xterm", COLUMNS="80", **terminal)
     assert process.stdout.readline() == "running\n"
     if "left" not in how:
         time.sleep(0.5)
