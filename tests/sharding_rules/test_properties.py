@@ -496,8 +496,8 @@ def test_the_longest_first_are_within_the_largest_of_an_equal_share(sizes, parts
 )
 def test_the_work_is_fair_wherever_a_share_is_ten_units(tower, tokens, devices, heads, mlp, quadratic):
     groups = (
-        GroupWork("attention", "heads", "length", tuple(n + quadratic * n * n for n in tokens), 4, 2, True, 8),
-        GroupWork("mlp", "mlp", "length", tuple(8.0 * n for n in tokens), 1, 2, True, 8),
+        GroupWork("attention", "heads", "length", tuple(n + quadratic * n * n for n in tokens), 4, 2, True, (8,)),
+        GroupWork("mlp", "mlp", "length", tuple(8.0 * n for n in tokens), 1, 2, True, (8,)),
         GroupWork("stem", None, "stem_length", tuple(1.0 * n for n in tokens), 4),
         GroupWork("projector", "projector_mlp", "projector_length", tuple(2.0 * n for n in tokens), 4),
     )
