@@ -37,6 +37,8 @@ bench: $(VENV)/.media,test,parity
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.encode
 	$(BIN)/python -m benchmarks.plans
+	$(BIN)/python -m benchmarks.packing
+	$(BIN)/python -m benchmarks.packing_speed
 
 clean:
 	rm -rf $(VENV)
