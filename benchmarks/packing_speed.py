@@ -48,8 +48,8 @@ SPEED = Table(
         "Qwen3-Omni's width; pictures and pages of a fifth of the usual pixels a side, frames of up to 256 patches, "
         "speech of up to two minutes), on one CPU device and on eight virtual ones of the same machine, data=8. Ours "
         f"is one stream; the others have {CALLS[1]} items a call on one device and {CALLS[8]} on eight, but for `one "
-        "item at a time`, which is on one device always. Medians, the ways taking turns, all from items to rows on the host. `programs` and `compile s` are "
-        "those of the first round; `with compiling` is what that round gave."
+        "item at a time`, which is on one device always. Medians, the ways taking turns, all from items to rows on the "
+        "host. `programs` and `compile s` are those of the first round; `with compiling` is what that round gave."
     ),
     columns={
         "items": lambda row: row["items"],
