@@ -222,10 +222,12 @@ def test_spread_items_gather_keys_and_values_together_once_a_layer():
     assert collectives_of(program) == {("all-gather", 8): [8 * 128 * 2 * 512 * 4] * 2}
 
 
-def test_layers_of_two_schedules_have_the_exchange_in_both_branches_and_do_one():
+def test_layers_of_two_schedules_have_the_exchange_in_both_branches_or_before_them_and_do_one():
     encoder, program, *work = compiled(WINDOWS, (2, 4), "tensor", "both")
     found, expected = collectives_of(program), predicted(encoder, *work)
-    assert found.pop(("all-gather", 2)) == pytest.approx(2 * expected.pop(("all-gather", 2)), rel=0.05)
+    gathered, once = found.pop(("all-gather", 2)), expected.pop(("all-gather", 2))
+    # newer versions of XLA take what both branches begin with out of them
+    assert gathered in (pytest.approx(once, rel=0.05), pytest.approx(2 * once, rel=0.05))
     assert_same_collectives(found, expected)
 
 
