@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxenc.models import kimi_k25, qwen3_omni_audio
+from jaxenc.packing import stretches
 from jaxenc.preprocess.audio import HOP_SAMPLES, SAMPLE_RATE
 from jaxenc.preprocess.images import navit_size
 
@@ -53,8 +54,7 @@ def recording(seconds: float) -> Sizes:
     """A recording in Qwen3-Omni's audio tower."""
     frames = max(1, round(seconds * SAMPLE_RATE / HOP_SAMPLES))
     tokens = -(-frames // SPEECH.chunk_frames) * SPEECH.chunk_tokens
-    full, rest = divmod(tokens, SPEECH.window)
-    return Sizes((SPEECH.window,) * full + ((rest,) if rest else ()), shape=(frames,))
+    return Sizes(stretches(tokens, SPEECH.window), shape=(frames,))
 
 
 def photo(rng: np.random.Generator, *, scale: float = 1.0) -> Sizes:

@@ -43,6 +43,11 @@ class VisionItem:
         object.__setattr__(self, "patches", patches)
         object.__setattr__(self, "grid", grid)
 
+    def check_features(self, expected: int) -> None:
+        """Raises InputError where a patch does not have the values that an encoder reads."""
+        if self.patches.shape[1] != expected:
+            raise InputError(f"{self.name}: a patch has {self.patches.shape[1]} values, expected {expected}")
+
 
 @dataclass(frozen=True, eq=False)
 class AudioItem:

@@ -148,6 +148,12 @@ def spread_unit(window: int | None, *, rows: int, unit: int) -> int:
     return unit if window is None else -(-window // rows)
 
 
+def stretches(tokens: int, size: int) -> tuple[int, ...]:
+    """The pieces of an item that attends in stretches of `size` tokens; the last may be shorter."""
+    full, rest = divmod(tokens, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
 def divides(sizes: Mapping[str, int], parts: Mapping[str, int]) -> bool:
     """Whether every axis divides over the devices that share it."""
     return all(size % parts.get(axis, 1) == 0 for axis, size in sizes.items())

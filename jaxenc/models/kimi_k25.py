@@ -248,8 +248,7 @@ class Config:
             InputError: names the item and what is wrong with it.
         """
         t, h, w = item.grid
-        if item.patches.shape[1] != 3 * self.patch**2:
-            raise InputError(f"{item.name}: a patch has {item.patches.shape[1]} values, expected {3 * self.patch**2}")
+        item.check_features(3 * self.patch**2)
         if t > self.frames or h % self.merge or w % self.merge or max(h, w) > ROTARY_POSITIONS:
             raise InputError(
                 f"{item.name}: the grid is {item.grid}; expected at most {self.frames} frames and sides that are "

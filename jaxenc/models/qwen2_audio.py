@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import qwen2_audio as keys
+from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Linear, conv_length
@@ -123,11 +124,7 @@ class Config:
 
     def pieces(self, item: AudioItem) -> tuple[int, ...]:
         """Tokens of each part that attends by itself, in whole pairs."""
-        return self._chunks(-(-self.tokens(item) // POOL) * POOL)
-
-    def _chunks(self, tokens: int) -> tuple[int, ...]:
-        full, rest = divmod(tokens, self.positions)
-        return (self.positions,) * full + ((rest,) if rest else ())
+        return packing.stretches(-(-self.tokens(item) // POOL) * POOL, self.positions)
 
     def item_unit(self, item: AudioItem) -> int:
         """Tokens that stay together where a recording is spread over devices: those of a row."""
@@ -139,7 +136,7 @@ class Config:
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group."""
-        chunks = tuple(piece for tokens in items for piece in self._chunks(tokens))
+        chunks = tuple(piece for tokens in items for piece in packing.stretches(tokens, self.positions))
         projector = GroupWork(
             "projector",
             None,

@@ -173,11 +173,7 @@ class Config:
     def pieces(self, item: AudioItem) -> tuple[int, ...]:
         """Tokens that each attention window takes, a short last chunk counted whole as the convolutions see it."""
         chunks = -(-item.mel.shape[1] // self.chunk_frames)
-        return self._windows(chunks * self.chunk_tokens)
-
-    def _windows(self, tokens: int) -> tuple[int, ...]:
-        full, rest = divmod(tokens, self.window)
-        return (self.window,) * full + ((rest,) if rest else ())
+        return packing.stretches(chunks * self.chunk_tokens, self.window)
 
     def item_unit(self, item: AudioItem) -> int:
         """Tokens that stay together where a window is spread over devices."""
@@ -189,7 +185,7 @@ class Config:
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group. Windows are independent of each other."""
-        windows = tuple(piece for tokens in items for piece in self._windows(tokens))
+        windows = tuple(piece for tokens in items for piece in packing.stretches(tokens, self.window))
         c = self.channels
         rows, columns = (_halvings(size) for size in (self.mel, self.chunk_frames))
         chunk = (

@@ -272,8 +272,7 @@ class QwenConfig:
             InputError: names the item and what is wrong with it.
         """
         _, h, w = item.grid
-        if item.patches.shape[1] != self.features:
-            raise InputError(f"{item.name}: a patch has {item.patches.shape[1]} values, expected {self.features}")
+        item.check_features(self.features)
         if h % self.merge or w % self.merge or max(h, w) >= ROTARY_POSITIONS:
             raise InputError(
                 f"{item.name}: the grid is {item.grid}; expected sides that are multiples of {self.merge}, below "

@@ -22,8 +22,9 @@ from jaxenc.layers.linear import Linear
 from jaxenc.layers.mlp import MLP, Activation
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
+from jaxenc.layers.patches import embed_patches
 from jaxenc.layers.pooling import AttentionPooling, pooled_places
-from jaxenc.layers.resample import bicubic_taps, bilinear_weights, weighted_gather
+from jaxenc.layers.resample import bicubic_taps, bilinear_weights, grid_taps, weighted_gather
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
@@ -231,8 +232,7 @@ class Vit:
         Raises:
             InputError: names the item and what is wrong with it.
         """
-        if item.patches.shape[1] != 3 * self.patch**2:
-            raise InputError(f"{item.name}: a patch has {item.patches.shape[1]} values, expected {3 * self.patch**2}")
+        item.check_features(3 * self.patch**2)
         if item.grid[0] != 1:
             raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads single pictures")
         if self.resized == "no" and item.grid != (1, self.side, self.side):
@@ -314,9 +314,7 @@ class VisionTransformer(nnx.Module):
         """
         c, position = self.config, inputs["position"]
         dtype = self.patch_embed.kernel.dtype
-        # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
-        patches = jnp.where((inputs["segments"] > 0)[..., None], inputs["patches"], 0).astype(dtype)
-        x = self.patch_embed(shard(patches, "batch", "stem_length", "patch"))
+        x = embed_patches(self.patch_embed, inputs, shard=shard)
         if self.class_embed is not None:
             x = jnp.where((position < c.prefix)[..., None], self.class_embed[...], x)
         table = self.position_embed[...]
@@ -375,10 +373,8 @@ def bicubic_positions(height: int, width: int, *, side: int, prefix: int) -> Map
         side: patches a side of the table.
         prefix: class tokens before the patches, in the picture as in the table; they have their own rows.
     """
-    (index_y, weight_y), (index_x, weight_x) = bicubic_taps(height, side), bicubic_taps(width, side)
-    shape = (height, width, 4, 4)
-    index = np.broadcast_to(index_y[:, None, :, None] * side + index_x[None, :, None, :], shape).reshape(-1, 16)
-    weight = (weight_y[:, None, :, None] * weight_x[None, :, None, :]).reshape(-1, 16)
+    taps = grid_taps(bicubic_taps(height, side), bicubic_taps(width, side), width=side)
+    index, weight = (of_grid.reshape(-1, 16) for of_grid in taps)
     own = np.repeat(np.arange(prefix)[:, None], 16, axis=1), np.tile(np.eye(1, 16), (prefix, 1))
     return {
         "tap_index": np.concatenate([own[0], prefix + index]).astype(np.int32),
