@@ -16,7 +16,6 @@ from jaxenc.preprocess.images import load_image, picture_item
 from tests.parity.checkpoints import Checkpoint
 from tests.parity.compare import max_error, rms_error
 from tests.parity.vit_checkpoints import dinov2_in_memory
-from tests.real.dinov2_weights import checkpoint
 from tests.real.packages import Unavailable, without
 
 PHOTO = Path(jaxenc.__file__).parent / "assets" / "cat.jpg"
@@ -36,9 +35,11 @@ class Trained:
 def trained() -> Trained:
     if jax.device_count() < 4:
         without("needs 4 devices: set XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    for package in ("torch", "transformers"):
+    for package in ("torch", "transformers", "onnx", "onnxruntime"):
         if not importlib.util.find_spec(package):
             pytest.skip(f"needs {package}: this is the suite for where there is none")
+    from tests.real.dinov2_weights import checkpoint
+
     try:
         folder = checkpoint()
     except Unavailable as error:
@@ -67,6 +68,19 @@ def test_rows_are_as_near_the_truth_as_the_originals(trained: Trained) -> None:
     own = original.run(pictures, dtype="float32").rows
     assert rms_error(trained.rows, truth) <= 1.5 * rms_error(own, truth)
     assert max_error(trained.rows, truth) <= 2.0 * max_error(own, truth)
+
+
+def test_rows_are_within_1e_4_of_what_onnxruntime_computes(trained: Trained) -> None:
+    import onnxruntime
+
+    from tests.parity.vit_originals import pixels_of
+    from tests.real.dinov2_weights import backbone, model
+
+    photo, rows = trained.items[0], trained.rows[0]
+    session = onnxruntime.InferenceSession(backbone(model()), providers=["CPUExecutionProvider"])
+    (theirs,) = session.run(None, {"input_image": pixels_of(photo.patches, photo.grid).numpy()})
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(rows, theirs[0], rtol=0, atol=1e-4)
 
 
 def published(folder: Path) -> Checkpoint:
