@@ -18,10 +18,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.machine import load_average, versions
 from benchmarks.process import fresh
 from benchmarks.results import RESULTS, Row, Table, keep
-from benchmarks.subjects import DTYPES, SUBJECTS, Subject, add_arguments, chosen
+from benchmarks.subjects import DTYPES, PHOTOGRAPH, SUBJECTS, Subject, add_arguments, speech
+from jaxenc.items import Item
+from jaxenc.models import EncoderConfig
+from jaxenc.preprocess.images import load_image
+
+ENCODERS = ("kimi_k25", "qwen3_omni_audio")
 
 TABLE = Table(
     name="encode",
@@ -52,7 +59,7 @@ TABLE = Table(
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encode", description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    add_arguments(parser, encoders=ENCODERS)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--runs", type=int, default=3, help="timed runs in each process, after one that is not")
     parser.add_argument("--jax-python", action="append", default=[], help="also with the JAX of this interpreter")
@@ -62,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.write:
-        print(json.dumps(write(SUBJECTS[args.encoder], args.folder, small=args.small)))
+        print(json.dumps(write(SUBJECTS[args.encoder[0]], args.folder, small=args.small)))
     elif args.measure:
-        measured = MEASURES[args.measure](SUBJECTS[args.encoder], args.folder, dtype=args.dtype, runs=args.runs)
+        measured = MEASURES[args.measure](SUBJECTS[args.encoder[0]], args.folder, dtype=args.dtype, runs=args.runs)
         print(json.dumps(measured))
     else:
         folder = args.results or (None if args.small else RESULTS)
-        for subject in chosen(args):
+        for subject in [SUBJECTS[name] for name in args.encoder or ENCODERS]:
             rows = measure(subject, args)
             keep(TABLE, rows, folder=folder, note=args.note)
 
@@ -118,19 +125,32 @@ def _row(subject: Subject, dtype: str, ours: Sequence[Row], torch: Sequence[Row]
 
 def write(subject: Subject, folder: Path, *, small: bool) -> dict[str, Any]:
     """Writes the checkpoint in both layouts; in a process of its own, to leave the measuring one small."""
+    from benchmarks import originals
+
     checkpoint = subject.checkpoint(small=small)
-    subject.write_published(checkpoint, folder / "jaxenc", dtype="bfloat16")
-    subject.write_original(checkpoint, folder / "torch", dtype="bfloat16")
+    checkpoint.write(folder / "jaxenc", dtype="bfloat16")
+    originals.write(subject.encoder, checkpoint, folder / "torch", dtype="bfloat16")
     return {}
+
+
+def timed(config: EncoderConfig) -> Item:
+    """What is encoded: a picture of 32 x 32 patches, or 30 s of speech."""
+    if config.modality == "audio":
+        _, item = speech(config)
+        return item
+    from PIL import Image
+
+    square = Image.fromarray(load_image(PHOTOGRAPH)).resize((448, 448), Image.Resampling.BICUBIC)
+    (item,) = config.read("images", np.asarray(square), name="32 x 32 patches")
+    return item
 
 
 def measure_jaxenc(subject: Subject, folder: Path, *, dtype: str, runs: int) -> Row:
     """One process of ours."""
     import jaxenc
-    from jaxenc.models import named_config
 
-    item = subject.timed()
-    encoder = jaxenc.load(folder / "jaxenc", tower=named_config(subject.name).modality, dtype=dtype)
+    item = timed(subject.config)
+    encoder = jaxenc.load(folder / "jaxenc", tower=subject.config.modality, dtype=dtype)
     tokens = sum(encoder.config.pieces(item))
     budget = next(budget for budget in encoder.budgets if budget.length >= tokens)
     compile_s, _ = _timed(lambda: encoder.warmup([budget]))
@@ -153,8 +173,8 @@ def measure_torch(subject: Subject, folder: Path, *, dtype: str, runs: int) -> R
     from benchmarks import originals
 
     torch.set_num_threads(os.cpu_count() or 1)
-    model = originals.load(subject.name, folder / "torch", dtype=dtype)
-    values, sizes = originals.inputs(model, subject.timed())
+    model = originals.load(subject.encoder, folder / "torch", dtype=dtype)
+    values, sizes = originals.inputs(model, timed(subject.config))
     taken, rows = _repeated(lambda: originals.encode(model, values, sizes), runs)
     return {"runs_s": taken, "rows": len(rows), "threads": torch.get_num_threads(), "versions": versions()}
 

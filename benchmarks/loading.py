@@ -112,12 +112,12 @@ PAGE_BYTES = 4096
 
 def write(folder: Path, *, small: bool) -> dict[str, Any]:
     """Writes the checkpoint in both layouts; in a process of its own, to leave the measuring one small."""
+    from benchmarks import originals
     from benchmarks.subjects import SUBJECTS
 
-    subject = SUBJECTS[ENCODER]
-    checkpoint = subject.checkpoint(small=small)
-    subject.write_published(checkpoint, folder / "jaxenc", dtype=DTYPE)
-    subject.write_original(checkpoint, folder / "transformers", dtype=DTYPE)
+    checkpoint = SUBJECTS[ENCODER].checkpoint(small=small)
+    checkpoint.write(folder / "jaxenc", dtype=DTYPE)
+    originals.write(ENCODER, checkpoint, folder / "transformers", dtype=DTYPE)
     return {}
 
 

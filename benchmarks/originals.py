@@ -13,6 +13,7 @@ from transformers.models.kimi_k25.modeling_kimi_k25 import (
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
 from jaxenc.items import Item, VisionItem
+from tests.parity.checkpoints import Checkpoint, write_checkpoint
 
 
 class KimiTower(Kimi_K25PreTrainedModel):
@@ -26,12 +27,20 @@ class KimiTower(Kimi_K25PreTrainedModel):
         self.post_init()
 
 
-ORIGINALS = {"kimi_k25": KimiTower, "qwen3_omni_audio": Qwen3OmniMoeAudioEncoder}
+# and the layout of a checkpoint that holds the model as transformers saves it: no renaming is left to do
+ORIGINALS = {"kimi_k25": (KimiTower, "transformers"), "qwen3_omni_audio": (Qwen3OmniMoeAudioEncoder, "tower")}
+
+
+def write(name: str, checkpoint: Checkpoint, folder: Path, *, dtype: str) -> None:
+    """Saves the tower alone."""
+    _, layout = ORIGINALS[name]
+    write_checkpoint(folder, checkpoint.tensors[layout], checkpoint.configs[layout], dtype=dtype)
 
 
 def load(name: str, folder: Path, *, dtype: str) -> nn.Module:
     """The tower, from a checkpoint as transformers saves it."""
-    return ORIGINALS[name].from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
+    model, _ = ORIGINALS[name]
+    return model.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
 
 
 def inputs(model: nn.Module, item: Item) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,14 @@
 """How exact the encoders are at their published sizes, beside how exact the originals are themselves.
 
-    python -m benchmarks.parity                                   # both encoders, float32 and bfloat16
+    python -m benchmarks.parity                                   # every encoder, float32 and bfloat16
+    python -m benchmarks.parity --encoder qwen3_vl:8b             # one
     python -m benchmarks.parity --save-reference reference.npz    # keeps what PyTorch gave ...
     python -m benchmarks.parity --reference reference.npz         # ... for a Python that has another JAX and no PyTorch
 
 The truth is the original (transformers) in float64 on the same weights: for float32, weights that need all 24 bits; for
-bfloat16, the same ones rounded to it once. Inputs are the repository's photograph, a video chunk, an image with odd
-sides; its speech recording, and 30 seconds of it. Our weights come through `jaxenc.load` from a checkpoint in the
-published layout, and rows from `Encoder.encode_items`.
+bfloat16, the same ones rounded to it once. Inputs are the repository's photograph, an image with odd sides, a video
+where the encoder takes one; its speech recording, and 30 seconds of it. Our weights come through `jaxenc.load` from a
+checkpoint in the published layout, and rows from `Encoder.encode_items`.
 """
 
 import argparse
@@ -26,16 +27,17 @@ from benchmarks.machine import versions
 from benchmarks.results import RESULTS, Row, Table, keep
 from benchmarks.subjects import (
     DTYPES,
+    SUBJECTS,
     Subject,
     add_arguments,
-    chosen,
     fill_mantissas,
     item_arrays,
     item_of,
     round_to_bfloat16,
 )
 from jaxenc.items import Item
-from jaxenc.models import named_config
+from jaxenc.models import EncoderConfig, published_configs
+from jaxenc.packing import Budget
 from tests.parity.checkpoints import Checkpoint
 
 Arrays = Mapping[str, np.ndarray]
@@ -47,8 +49,8 @@ TABLE = Table(
     text=(
         "Errors are of the absmax of the truth: the original (transformers) in float64 on the same weights and inputs. "
         f"`ratio` is our error over PyTorch's own in the same dtype; at most {BAR} is wanted. Weights are seeded and "
-        "random, every bias, norm and table among them. Inputs are real: a photograph, a video chunk and an image with "
-        "odd sides; speech of 7.1 and 30 seconds."
+        "random, every bias, norm and table among them. Inputs are real: a photograph, an image with odd sides, and a "
+        "video chunk where the encoder takes one; speech of 7.1 and 30 seconds."
     ),
     columns={
         "encoder": lambda row: row["encoder"],
@@ -76,11 +78,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", action="store_true", help="also the errors after every block, of the first item")
     args = parser.parse_args(argv)
     dtypes = (args.dtype,) if args.dtype else DTYPES
+    subjects = [SUBJECTS[name] for name in args.encoder or SUBJECTS]
     if args.save_reference:
-        np.savez(args.save_reference, **reference(chosen(args), dtypes, small=args.small, blocks=args.blocks))
+        np.savez(args.save_reference, **reference(subjects, dtypes, small=args.small, blocks=args.blocks))
         return
     rows = []
-    for subject in chosen(args):
+    for subject in subjects:
         if args.reference:
             with np.load(args.reference) as given:
                 rows += compare(subject, dtypes, given, small=args.small, blocks=args.blocks)
@@ -99,26 +102,25 @@ def reference(subjects: Sequence[Subject], dtypes: Sequence[str], *, small: bool
         `<encoder>/item/<i>/<field>`, `<encoder>/<dtype>/<truth|torch>/<i>` (rows of item i), with `blocks` also
         `<encoder>/<dtype>/blocks/<truth|torch>` (first item, after every block), and `versions/<package>`.
     """
-    from tests.parity import references
+    from tests.parity.originals import ORIGINALS, given
 
-    originals = {"kimi_k25": references.Kimi, "qwen3_omni_audio": references.Qwen3OmniAudio}
     result: dict[str, Any] = {f"versions/{name}": versions()[name] for name in ("torch", "transformers")}
     for subject in subjects:
-        items = subject.items()
+        checkpoint = subject.checkpoint(small=small)
+        items = subject.items(_config(subject, checkpoint))
         for i, item in enumerate(items):
             result |= {f"{subject.name}/item/{i}/{field}": array for field, array in item_arrays(item).items()}
-        given = [(item.patches, item.grid) if isinstance(item, jaxenc.VisionItem) else item.mel for item in items]
-        checkpoint = _without(subject.checkpoint(small=small), keep_layout=subject.original_layout)
         for dtype in dtypes:
             _weights(checkpoint, dtype)
             for kind, precision in (("truth", "float64"), ("torch", dtype)):
                 # a model of its own each time: two of them in float64 do not fit in memory
-                encoded = originals[subject.name](checkpoint).run(given, dtype=precision)
+                original = ORIGINALS[subject.original](checkpoint)
+                encoded = original.run([given(subject.original, item) for item in items], dtype=precision)
                 at = f"{subject.name}/{dtype}"
                 result |= {f"{at}/{kind}/{i}": rows for i, rows in enumerate(encoded.rows)}
                 if blocks:
                     result[f"{at}/blocks/{kind}"] = encoded.hidden[0][1:]
-                del encoded
+                del original, encoded
                 gc.collect()
                 print(f"{subject.name} {dtype}: {kind} done", flush=True)
     return result
@@ -127,14 +129,14 @@ def reference(subjects: Sequence[Subject], dtypes: Sequence[str], *, small: bool
 def compare(subject: Subject, dtypes: Sequence[str], given: Arrays, *, small: bool, blocks: bool) -> list[Row]:
     """Our rows on the same weights and items, measured."""
     items = _items(given, subject.name)
-    checkpoint = _without(subject.checkpoint(small=small), keep_layout="original")
+    checkpoint = subject.checkpoint(small=small)
     rows = []
     for dtype in dtypes:
         _weights(checkpoint, dtype)
         with tempfile.TemporaryDirectory() as folder:
-            path = subject.write_published(checkpoint, Path(folder) / "published", dtype=dtype)
-            tower = named_config(subject.name).modality
-            encoder = jaxenc.load(path, tower=tower, dtype=dtype, budgets=subject.budgets)
+            path = checkpoint.write(Path(folder) / "published", dtype=dtype)
+            config = _config(subject, checkpoint)
+            encoder = jaxenc.load(path, tower=config.modality, dtype=dtype, budgets=_budgets(config, items))
         ours = _flat(encoder.encode_items(items))
         truth, torch = (
             _flat([given[f"{subject.name}/{dtype}/{kind}/{i}"] for i in range(len(items))])
@@ -174,8 +176,15 @@ def _weights(checkpoint: Checkpoint, dtype: str) -> None:
         fill_mantissas(checkpoint)
 
 
-def _without(checkpoint: Checkpoint, *, keep_layout: str) -> Checkpoint:
-    return Checkpoint({keep_layout: checkpoint.tensors[keep_layout]}, checkpoint.neighbours, checkpoint.configs)
+def _config(subject: Subject, checkpoint: Checkpoint) -> EncoderConfig:
+    towers = published_configs(checkpoint.configs["original"], name=subject.name)
+    return next(tower for tower in towers if tower.family == subject.config.family)
+
+
+def _budgets(config: EncoderConfig, items: Sequence[Item]) -> tuple[Budget, ...]:
+    """A row for each item, with little padding to compute."""
+    tokens = {sum(config.pieces(item)) for item in items}
+    return tuple(sorted({Budget(-(-n // config.unit) * config.unit, 1) for n in tokens}))
 
 
 def _items(given: Arrays, name: str) -> list[Item]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from jaxenc import AudioItem, Budget, VisionItem
+from jaxenc import AudioItem, VisionItem
 from jaxenc.items import Item
-from jaxenc.models import named_config
+from jaxenc.models import EncoderConfig, named_config
 from jaxenc.preprocess.audio import load_audio
 from jaxenc.preprocess.images import load_image
 from tests.parity import checkpoints
-from tests.parity.checkpoints import Checkpoint, write_checkpoint
+from tests.parity.checkpoints import AudioSizes, Checkpoint, KimiSizes, PooledSizes, QwenSizes, WhisperSizes
+from tests.parity.vit_checkpoints import VitSizes, clip, dinov2, llava, paligemma, siglip, siglip2
 
 DTYPES = ("float32", "bfloat16")
 ASSETS = files("jaxenc") / "assets"
@@ -29,38 +32,55 @@ FULL_MANTISSA = np.float32(1.00037)
 
 @dataclass(frozen=True)
 class Subject:
-    """One encoder.
+    """One encoder at one of its published sizes.
 
     Attributes:
-        name: its family.
-        published: makes its checkpoint at the published size: seeded, every bias, norm and table random.
-        small: the same with few layers and channels.
-        original_layout: of the PyTorch original's own keys.
-        items: what the parity run encodes.
-        budgets: of the parity run: row lengths that leave little padding to compute.
-        timed: what the timed run encodes.
+        encoder: "family:variant", as `jaxenc.from_config` takes it.
+        original: of `tests.parity.originals`.
+        make: sizes -> checkpoint: seeded, every bias, norm and table random.
+        sizes: of a config -> as `make` takes them.
+        layers: how many of the published layers there are, where all of them do not fit into this machine's memory.
     """
 
-    name: str
-    published: Callable[[], Checkpoint]
-    small: Callable[[], Checkpoint]
-    original_layout: str
-    items: Callable[[], list[Item]]
-    budgets: tuple[Budget, ...]
-    timed: Callable[[], Item]
+    encoder: str
+    original: str
+    make: Callable[..., Checkpoint]
+    sizes: Callable[[Any], Any]
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What its rows are called."""
+        return self.encoder + (f", {self.layers} layers" if self.layers else "")
+
+    @property
+    def config(self) -> EncoderConfig:
+        """Of the published size, or as much of it as there is."""
+        config = named_config(self.encoder)
+        return replace(config, layers=self.layers) if self.layers else config  # type: ignore[type-var]
 
     def checkpoint(self, *, small: bool) -> Checkpoint:
-        """Its checkpoint; values are exact in bfloat16."""
-        return self.small() if small else self.published()
+        """Its checkpoint, or one of few layers and channels; values are exact in bfloat16."""
+        return self.make() if small else self.make(self.sizes(self.config))
 
-    def write_published(self, checkpoint: Checkpoint, folder: Path, *, dtype: str) -> Path:
-        """Writes it as published: sharded safetensors, with tensors of the rest of the model around the tower."""
-        return checkpoint.write(folder, layout="original", config="original", dtype=dtype)
+    def items(self, config: EncoderConfig) -> list[Item]:
+        """What the parity run encodes, for an encoder of some size: real pictures and sounds, of odd sizes too."""
+        if config.modality == "audio":
+            return speech(config)
+        photograph = load_image(PHOTOGRAPH)
+        odd = photograph[40:203, 75:376]
+        items = [*config.read("images", photograph, name="photograph"), *config.read("images", odd, name="odd image")]
+        if "videos" in config.kinds:
+            # a camera that moves over the photograph
+            frames = np.stack([photograph[12 * i : 12 * i + 224, 40 * i : 40 * i + 280] for i in range(4)])
+            items += config.read("videos", (frames, 2.0), name="video chunk")
+        return items
 
-    def write_original(self, checkpoint: Checkpoint, folder: Path, *, dtype: str) -> Path:
-        """Writes it as transformers saves the tower: no renaming is left to do."""
-        layout = self.original_layout
-        return write_checkpoint(folder, checkpoint.tensors[layout], checkpoint.configs[layout], dtype=dtype)
+
+def speech(config: EncoderConfig) -> list[Item]:
+    """The recording, and 30 seconds of it repeated."""
+    longer = np.resize(load_audio(SPEECH), 30 * SAMPLE_RATE)
+    return [*config.read("audio", SPEECH, name="speech"), *config.read("audio", longer, name="30 s of speech")]
 
 
 def fill_mantissas(checkpoint: Checkpoint) -> None:
@@ -76,105 +96,85 @@ def round_to_bfloat16(checkpoint: Checkpoint) -> None:
 
 
 def _arrays(checkpoint: Checkpoint) -> Iterator[np.ndarray]:
-    """Each buffer once: layouts share those that they do not reorder."""
-    seen = set()
+    """Each buffer once: layouts share those that they do not reorder, whole or in parts."""
+    buffers: dict[int, np.ndarray] = {}
     for tensors in checkpoint.tensors.values():
         for values in tensors.values():
-            address = values.__array_interface__["data"][0]
-            if address not in seen:
-                seen.add(address)
-                yield values
+            buffer = values
+            while isinstance(buffer.base, np.ndarray):
+                buffer = buffer.base
+            buffers[id(buffer)] = buffer
+    yield from buffers.values()
 
 
-def _kimi_items() -> list[Item]:
-    photograph = load_image(PHOTOGRAPH)
-    # a camera that moves over the photograph: 4 frames of 16 x 20 patches
-    frames = np.stack([photograph[12 * i : 12 * i + 224, 40 * i : 40 * i + 280] for i in range(4)])
-    odd = photograph[40:203, 75:376]
-    read = named_config("kimi_k25").read
-    items = [
-        *read("images", photograph, name="photograph"),
-        *read("videos", (frames, 2.0), name="video chunk"),
-        *read("images", odd, name="odd image"),
-    ]
-    assert [item.grid for item in items if isinstance(item, VisionItem)] == [(1, 22, 34), (4, 16, 20), (1, 12, 22)]
-    return items
+def _vit(c: Any) -> VitSizes:
+    return VitSizes(c.layers + c.skipped, c.heads, c.head_dim, c.mlp, c.patch, c.image)
 
 
-def _kimi_timed() -> Item:
-    from PIL import Image
-
-    square = np.asarray(Image.fromarray(load_image(PHOTOGRAPH)).resize((448, 448), Image.Resampling.BICUBIC))
-    (item,) = named_config("kimi_k25").read("images", square, name="32 x 32 patches")
-    assert isinstance(item, VisionItem)
-    assert item.grid == (1, 32, 32)
-    return item
+def _qwen(c: Any) -> QwenSizes:
+    extent = {"table": c.positions, "deepstack": c.deepstack, "window": c.window_pixels, "whole": c.whole}
+    return QwenSizes(c.layers, c.heads, c.head_dim, c.mlp, c.patch, text=c.out, **extent)
 
 
-def _speech(seconds: float) -> Item:
-    samples = load_audio(SPEECH)
-    repeated = np.resize(samples, round(seconds * SAMPLE_RATE))
-    (item,) = named_config("qwen3_omni_audio").read("audio", repeated, name=f"{seconds:g} s of speech")
-    return item
+def _pooled(c: Any) -> PooledSizes:
+    return PooledSizes(c.layers, c.heads, c.head_dim, c.mlp, c.mel, c.positions, output=c.out)
 
 
-def _audio_items() -> list[Item]:
-    return [*named_config("qwen3_omni_audio").read("audio", SPEECH, name="speech"), _speech(30)]
+def _chunked(c: Any) -> AudioSizes:
+    return AudioSizes(c.layers, c.heads, c.head_dim, c.mlp, c.channels, c.out)
+
+
+def _whisper(c: Any) -> WhisperSizes:
+    return WhisperSizes(c.layers, c.heads, c.head_dim, c.mlp, c.mel, c.positions)
+
+
+def _kimi(c: Any) -> KimiSizes:
+    return KimiSizes(c.layers, c.heads, c.head_dim, c.mlp, c.patch, (c.position_h, c.position_w), text=c.out)
 
 
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject(
-            "kimi_k25",
-            published=lambda: checkpoints.kimi_k25(
-                checkpoints.KimiSizes(layers=27, heads=16, head_dim=72, mlp=4304, text=7168)
-            ),
-            small=checkpoints.kimi_k25,
-            original_layout="transformers",
-            items=_kimi_items,
-            budgets=(Budget(256, 1), Budget(1024, 1), Budget(1280, 1)),
-            timed=_kimi_timed,
-        ),
-        Subject(
-            "qwen3_omni_audio",
-            published=lambda: checkpoints.qwen3_omni_audio(
-                checkpoints.AudioSizes(layers=32, heads=20, head_dim=64, mlp=5120, channels=480, output=2048)
-            ),
-            small=checkpoints.qwen3_omni_audio,
-            original_layout="tower",
-            items=_audio_items,
-            budgets=(Budget(520, 1),),
-            timed=lambda: _speech(30),
-        ),
+        Subject("kimi_k25", "kimi_k25", checkpoints.kimi_k25, _kimi),
+        Subject("clip:large-336", "llava", llava, _vit),
+        Subject("clip:large", "clip", clip, _vit),
+        Subject("siglip:so400m", "siglip", siglip, _vit),
+        Subject("siglip:paligemma-224", "paligemma", paligemma, _vit),
+        Subject("siglip2:so400m", "siglip2", siglip2, _vit),
+        Subject("dinov2:large", "dinov2", dinov2, _vit),
+        Subject("dinov2:giant", "dinov2", partial(dinov2, gated=True), _vit),
+        Subject("qwen2_vl:7b", "qwen2_vl", checkpoints.qwen2_vl, _qwen),
+        Subject("qwen2_5_vl:7b", "qwen2_5_vl", checkpoints.qwen2_5_vl, _qwen),
+        Subject("qwen3_vl:8b", "qwen3_vl", checkpoints.qwen3_vl, _qwen),
+        Subject("qwen3_omni_vision", "qwen3_omni_vision", checkpoints.qwen3_omni_vision, _qwen),
+        Subject("whisper:large-v3", "whisper", checkpoints.whisper, _whisper),
+        Subject("qwen2_audio", "qwen2_audio", checkpoints.qwen2_audio, _pooled),
+        Subject("qwen2_5_omni_audio:7b", "qwen2_5_omni_audio", checkpoints.qwen2_5_omni_audio, _pooled),
+        Subject("qwen3_omni_audio", "qwen3_omni_audio", checkpoints.qwen3_omni_audio, _chunked),
+        Subject("qwen3_asr_audio:1.7b", "qwen3_asr_audio", checkpoints.qwen3_asr_audio, _chunked),
     )
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, encoder: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, encoders: Sequence[str] = tuple(SUBJECTS)) -> None:
     """The options that all benchmarks have."""
-    if encoder:
-        parser.add_argument("--encoder", choices=SUBJECTS, help="one alone")
+    if encoders:
+        parser.add_argument("--encoder", choices=encoders, action="append", help="some alone")
     parser.add_argument("--small", action="store_true", help="tiny models: a trial run, kept only with --results")
     parser.add_argument("--results", type=Path, help="folder to keep the results in")
     parser.add_argument("--note", default="", help="kept with the rows")
-
-
-def chosen(args: argparse.Namespace) -> Sequence[Subject]:
-    """The encoders asked for."""
-    return [SUBJECTS[args.encoder]] if args.encoder else list(SUBJECTS.values())
 
 
 def item_arrays(item: Item) -> dict[str, np.ndarray]:
     """An item as plain arrays, for a file."""
     if isinstance(item, VisionItem):
         return {"patches": item.patches, "grid": np.array(item.grid)}
-    return {"mel": item.mel}
+    return {"mel": item.mel, "frames": np.array(item.recorded)}
 
 
 def item_of(arrays: dict[str, np.ndarray]) -> Item:
     """The inverse of `item_arrays`."""
     if "mel" in arrays:
-        return AudioItem(arrays["mel"])
+        return AudioItem(arrays["mel"], frames=int(arrays["frames"]))
     t, h, w = arrays["grid"].tolist()
     return VisionItem(arrays["patches"], (t, h, w))

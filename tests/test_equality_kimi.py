@@ -14,7 +14,7 @@ def reference(kimi_folder, pictures):
     return encoder.encode_items(pictures), equality.rows_and_gradients(encoder, pictures)[1]
 
 
-@pytest.mark.parametrize("mesh_shape", equality.MESHES, ids=str)
+@equality.every_mesh
 def test_kimi(kimi_folder, pictures, reference, mesh_shape):
     strategies, kinds = equality.check(kimi_folder, pictures, reference, mesh_shape, tokens=292, whole=40)
     # 16 heads divide over 1, 2, 4 and 8; a part of 6, 8 and 4 does

@@ -20,7 +20,7 @@ def reference(qwen_folder, clips):
     return encoder.encode_items(clips), equality.rows_and_gradients(encoder, clips)[1]
 
 
-@pytest.mark.parametrize("mesh_shape", equality.MESHES, ids=str)
+@equality.every_mesh
 def test_qwen_audio(qwen_folder, clips, reference, mesh_shape):
     strategies, kinds = equality.check(qwen_folder, clips, reference, mesh_shape, tokens=1040, whole=104)
     # 20 heads divide over 1, 2, 4 and 5, not over 8

@@ -19,7 +19,6 @@ from tests import equality
 WHISPER = whisper.Config(2, 48, 6, 64, mel=8, positions=24)
 FAMILIES = ["kimi", "qwen", "whisper"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
-every_mesh = pytest.mark.parametrize("shape", equality.MESHES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 POISON = [np.nan, np.inf, -np.inf, 3e38]
 
 
@@ -90,10 +89,10 @@ def poisoned(batch, value):
 
 
 @every_family
-@every_mesh
-def test_to_the_bit_whatever_batch_mates_and_padding_hold(families, family, shape):
+@equality.every_mesh
+def test_to_the_bit_whatever_batch_mates_and_padding_hold(families, family, mesh_shape):
     family = families[family]
-    encoder, items = family.encoder(shape), family.items
+    encoder, items = family.encoder(mesh_shape), family.items
     batch = encoder.pack(items)
     run = jax.jit(encoder.apply)
 
@@ -112,10 +111,10 @@ def test_to_the_bit_whatever_batch_mates_and_padding_hold(families, family, shap
 
 
 @every_family
-@every_mesh
-def test_whatever_the_number_order_and_place_of_batch_mates(families, expected, family, shape):
+@equality.every_mesh
+def test_whatever_the_number_order_and_place_of_batch_mates(families, expected, family, mesh_shape):
     alone, family = expected[family], families[family]
-    encoder, items = family.encoder(shape), family.items
+    encoder, items = family.encoder(mesh_shape), family.items
     rng = np.random.default_rng(3)
     for _ in range(4):
         chosen = rng.permutation(len(items))[: rng.integers(1, len(items) + 1)]
@@ -124,10 +123,10 @@ def test_whatever_the_number_order_and_place_of_batch_mates(families, expected, 
 
 
 @every_family
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 4)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_gradients_do_not_see_the_padding(families, family, shape):
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 3), (2, 4)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_gradients_do_not_see_the_padding(families, family, mesh_shape):
     family = families[family]
-    encoder = family.encoder(shape)
+    encoder = family.encoder(mesh_shape)
     batch = encoder.pack(family.items)
 
     # the same program, with less time spent on its machine code

@@ -1,20 +1,11 @@
 """Make the value files of this folder: `python -m tests.reference.generate` (needs PyTorch and transformers)."""
 
-from functools import partial
-
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.parity.references import Encoded, Kimi, Qwen3OmniAudio, Whisper
-from tests.parity.vit_originals import KINDS, Original
+from tests.parity.originals import ORIGINALS
+from tests.parity.references import Encoded
 from tests.reference.values import CASES, FOLDER, WITH_HIDDEN, digests
-
-ORIGINALS = {
-    "kimi_k25": Kimi,
-    "qwen3_omni_audio": Qwen3OmniAudio,
-    "whisper": Whisper,
-    **{name: partial(Original, KINDS[name]) for name in ("llava", "siglip", "siglip2", "dinov2")},
-}
 
 
 def generate(name: str) -> Encoded:
