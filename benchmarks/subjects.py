@@ -39,6 +39,7 @@ class Subject:
         original: of `tests.parity.originals`.
         make: sizes -> checkpoint: seeded, every bias, norm and table random.
         sizes: of a config -> as `make` takes them.
+        small: those of a small model.
         layers: how many of the published layers there are, where all of them do not fit into this machine's memory.
     """
 
@@ -46,6 +47,7 @@ class Subject:
     original: str
     make: Callable[..., Checkpoint]
     sizes: Callable[[Any], Any]
+    small: Any
     layers: int | None = None
 
     @property
@@ -61,20 +63,27 @@ class Subject:
 
     def checkpoint(self, *, small: bool) -> Checkpoint:
         """Its checkpoint, or one of few layers and channels; values are exact in bfloat16."""
-        return self.make() if small else self.make(self.sizes(self.config))
+        return self.make(self.small if small else self.sizes(self.config))
 
     def items(self, config: EncoderConfig) -> list[Item]:
         """What the parity run encodes, for an encoder of some size: real pictures and sounds, of odd sizes too."""
         if config.modality == "audio":
             return speech(config)
+        step = max(1, 14 // config.patch)  # type: ignore[attr-defined]  # small models have small patches
         photograph = load_image(PHOTOGRAPH)
-        odd = photograph[40:203, 75:376]
-        items = [*config.read("images", photograph, name="photograph"), *config.read("images", odd, name="odd image")]
-        if "videos" in config.kinds:
-            # a camera that moves over the photograph
-            frames = np.stack([photograph[12 * i : 12 * i + 224, 40 * i : 40 * i + 280] for i in range(4)])
-            items += config.read("videos", (frames, 2.0), name="video chunk")
-        return items
+        # a camera that moves over the photograph
+        frames = np.stack([photograph[12 * i : 12 * i + 224, 40 * i : 40 * i + 280] for i in range(4)])
+        read = {
+            "photograph": ("images", photograph[::step, ::step]),
+            "odd image": ("images", photograph[40:203:step, 75:376:step]),
+            "video chunk": ("videos", (frames[:, ::step, ::step], 2.0)),
+        }
+        return [
+            item
+            for name, (kind, source) in read.items()
+            if kind in config.kinds
+            for item in config.read(kind, source, name=name)
+        ]
 
 
 def speech(config: EncoderConfig) -> list[Item]:
@@ -135,23 +144,29 @@ def _kimi(c: Any) -> KimiSizes:
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("kimi_k25", "kimi_k25", checkpoints.kimi_k25, _kimi),
-        Subject("clip:large-336", "llava", llava, _vit),
-        Subject("clip:large", "clip", clip, _vit),
-        Subject("siglip:so400m", "siglip", siglip, _vit),
-        Subject("siglip:paligemma-224", "paligemma", paligemma, _vit),
-        Subject("siglip2:so400m", "siglip2", siglip2, _vit),
-        Subject("dinov2:large", "dinov2", dinov2, _vit),
-        Subject("dinov2:giant", "dinov2", partial(dinov2, gated=True), _vit),
-        Subject("qwen2_vl:7b", "qwen2_vl", checkpoints.qwen2_vl, _qwen),
-        Subject("qwen2_5_vl:7b", "qwen2_5_vl", checkpoints.qwen2_5_vl, _qwen),
-        Subject("qwen3_vl:8b", "qwen3_vl", checkpoints.qwen3_vl, _qwen),
-        Subject("qwen3_omni_vision", "qwen3_omni_vision", checkpoints.qwen3_omni_vision, _qwen),
-        Subject("whisper:large-v3", "whisper", checkpoints.whisper, _whisper),
-        Subject("qwen2_audio", "qwen2_audio", checkpoints.qwen2_audio, _pooled),
-        Subject("qwen2_5_omni_audio:7b", "qwen2_5_omni_audio", checkpoints.qwen2_5_omni_audio, _pooled),
-        Subject("qwen3_omni_audio", "qwen3_omni_audio", checkpoints.qwen3_omni_audio, _chunked),
-        Subject("qwen3_asr_audio:1.7b", "qwen3_asr_audio", checkpoints.qwen3_asr_audio, _chunked),
+        Subject("kimi_k25", "kimi_k25", checkpoints.kimi_k25, _kimi, KimiSizes()),
+        Subject("clip:large-336", "llava", llava, _vit, VitSizes(image=70)),
+        Subject("clip:large", "clip", clip, _vit, VitSizes(image=70)),
+        Subject("siglip:so400m", "siglip", siglip, _vit, VitSizes(image=70)),
+        Subject("siglip:paligemma-224", "paligemma", paligemma, _vit, VitSizes(image=70)),
+        Subject("siglip2:so400m", "siglip2", siglip2, _vit, VitSizes(image=70)),
+        Subject("dinov2:large", "dinov2", dinov2, _vit, VitSizes(image=70)),
+        Subject("dinov2:giant", "dinov2", partial(dinov2, gated=True), _vit, VitSizes(image=70)),
+        Subject("qwen2_vl:7b", "qwen2_vl", checkpoints.qwen2_vl, _qwen, QwenSizes(mlp=96)),
+        Subject("qwen2_5_vl:7b", "qwen2_5_vl", checkpoints.qwen2_5_vl, _qwen, QwenSizes(mlp=96)),
+        Subject("qwen3_vl:8b", "qwen3_vl", checkpoints.qwen3_vl, _qwen, QwenSizes(mlp=96)),
+        Subject("qwen3_omni_vision", "qwen3_omni_vision", checkpoints.qwen3_omni_vision, _qwen, QwenSizes(mlp=96)),
+        Subject("whisper:large-v3", "whisper", checkpoints.whisper, _whisper, WhisperSizes(positions=1500)),
+        Subject("qwen2_audio", "qwen2_audio", checkpoints.qwen2_audio, _pooled, PooledSizes(positions=1500)),
+        Subject(
+            "qwen2_5_omni_audio:7b",
+            "qwen2_5_omni_audio",
+            checkpoints.qwen2_5_omni_audio,
+            _pooled,
+            PooledSizes(positions=20),
+        ),
+        Subject("qwen3_omni_audio", "qwen3_omni_audio", checkpoints.qwen3_omni_audio, _chunked, AudioSizes()),
+        Subject("qwen3_asr_audio:1.7b", "qwen3_asr_audio", checkpoints.qwen3_asr_audio, _chunked, AudioSizes()),
     )
 }
 
