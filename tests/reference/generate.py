@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.parity.qwen_references import TOWERS, Qwen
 from tests.parity.references import Encoded, Kimi, Qwen3OmniAudio, Whisper
 from tests.parity.vit_originals import KINDS, Original
 from tests.reference.values import CASES, FOLDER, WITH_HIDDEN, digests
@@ -13,6 +14,7 @@ ORIGINALS = {
     "kimi_k25": Kimi,
     "qwen3_omni_audio": Qwen3OmniAudio,
     "whisper": Whisper,
+    **{name: partial(Qwen, name) for name in TOWERS},
     **{name: partial(Original, KINDS[name]) for name in ("llava", "siglip", "siglip2", "dinov2")},
 }
 
