@@ -1,6 +1,7 @@
 """The vision tower of GLM-4.1V, GLM-4.5V and GLM-4.6V: learned positions resized by cubics, and a merger with an MLP.
 
-Source: `Glm4vVisionModel` of transformers 5.24; its `Glm4vMoeVisionModel` is the same.
+Source: `Glm4vVisionModel` of transformers 5.24; its `Glm4vMoeVisionModel` is the same. Frames of videos are those that
+`Glm4vVideoProcessor` takes; its `Glm46VVideoProcessor`, which is for GLM-4.6V, takes others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,9 +94,13 @@ class Config(QwenConfig):
             positions=self.positions**2,
         )
 
-    def merger(self, *, norm_of_group: bool = False, dtype: DTypeLike) -> "Merger":
+    def merger(self, *, norm_of_group: bool = False, dtype: DTypeLike) -> "GlmMerger":
         """What makes output rows of a block's tokens; tokens are always normalised one by one."""
-        return Merger(self, dtype=dtype)
+        return GlmMerger(self, dtype=dtype)
+
+    def lengths(self) -> tuple[int, ...]:
+        """Row lengths to choose from. Pictures have at most 24,576 patches; frames of a short video may have more."""
+        return (256, 1024, 4096, 8192, 24_576, 65_536)
 
     def projector_work(self, items: Sequence[int]) -> GroupWork:
         """The part of `workload` that the merger has."""
@@ -116,7 +121,7 @@ class Config(QwenConfig):
 VARIANTS: Mapping[str, Config] = {"9b": Config(), "106b": Config(merger_mlp=10_944)}
 
 
-class Merger(nnx.Module):
+class GlmMerger(nnx.Module):
     """Each group of consecutive tokens, normalised one by one, becomes a row: two layers, GELU, and a gated MLP."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):

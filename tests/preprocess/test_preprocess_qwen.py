@@ -151,18 +151,22 @@ def test_an_odd_last_frame_of_glms_is_taken_twice_and_counted_so():
 
 
 @pytest.mark.parametrize(
-    ("settings", "grid"),
-    # of 9 sampled frames together at most 24,576 x 1024 pixels; of each at most 768 x 784
-    [(QWEN3, (1, 20, 30)), (QWEN2, (1, 22, 34)), (OMNI, (1, 20, 30))],
-    ids=["qwen3", "qwen2", "omni"],
+    ("settings", "grid", "times"),
+    [
+        # of 9 sampled frames together at most 24,576 x 1024 pixels; of each at most 768 x 784
+        (QWEN3, (1, 20, 30), [0.0, 1.1, 2.2, 3.3, 4.4]),
+        (QWEN2, (1, 22, 34), [0.0, 1.1, 2.2, 3.3]),
+        (OMNI, (1, 20, 30), [0.0, 1.1, 2.2, 3.3]),
+        (GLM, (1, 22, 34), [0.0, 1.0, 2.0, 3.0, 4.0]),
+    ],
+    ids=["qwen3", "qwen2", "omni", "glm"],
 )
-def test_a_video_is_an_item_for_every_two_frames(settings, grid):
+def test_a_video_is_an_item_for_every_two_frames(settings, grid, times):
     video = np.random.default_rng(0).integers(0, 256, (45, 312, 480, 3), dtype=np.uint8)
     items = list(qwen_video_items(video, settings, fps=10.0, name="noise"))
-    assert [item.grid for item in items] == [grid] * (5 if settings.whole_videos else 4)
-    # 9 frames from the first to the last, or 8 at equal distances; pairs start every other one
-    expected = [0.0, 1.1, 2.2, 3.3, 4.4] if settings.whole_videos else [0.0, 1.1, 2.2, 3.3]
-    assert [item.timestamp for item in items] == pytest.approx(expected)
+    assert [item.grid for item in items] == [grid] * len(times)
+    # 9 frames from the first to the last, 8 at equal distances, or 9 at half seconds; pairs start every other one
+    assert [item.timestamp for item in items] == pytest.approx(times)
 
 
 def test_a_single_frame_is_an_item_too():
