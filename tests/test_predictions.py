@@ -31,6 +31,8 @@ GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536
 DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=8, out=512, deepstack=(0, 1))
 # a merger that exchanges sums twice
 GLM = replace(glm4v.Config(), layers=2, embed=768, heads=12, mlp=2048, positions=8, out=2048, merger_mlp=4096)
+# one of its widths does not divide over 4, as 13,696 does not over 3: its tokens are divided
+NARROW_GLM = replace(GLM, merger_mlp=4090)
 WINDOWS = replace(qwen2_5_vl.Config(), layers=2, embed=512, mlp=2048, out=512, whole=(1,))
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
@@ -86,6 +88,7 @@ CASES = [
         (DEEPSTACK, (2, 4), ("tensor", "data"), ("both",)),
         (GLM, (1, 8), ("hybrid", MIXED), ("rows",)),
         (GLM, (2, 4), ("tensor", "data"), ("both",)),
+        (NARROW_GLM, (2, 4), ("tensor",), ("rows", "both")),
     ]
     for strategy in strategies
     for layout in layouts

@@ -176,9 +176,19 @@ def test_a_single_frame_is_an_item_too():
         assert item.grid[0] == 1
 
 
-def test_encoders_read_pictures_and_videos():
-    config = qwen3_vl.Config(layers=1, embed=32, heads=2, mlp=32, out=8, positions=4, deepstack=(0,))
+TINY = {"layers": 1, "embed": 32, "heads": 2, "mlp": 32, "out": 8, "positions": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "pictures", "videos"),
+    [
+        (qwen3_vl.Config(**TINY, deepstack=(0,)), (64, 16), (8, 16)),
+        (glm4v.Config(**TINY, merger_mlp=16), (81, 8), (8, 8)),
+    ],
+    ids=["qwen3", "glm"],
+)
+def test_encoders_read_pictures_and_videos(config, pictures, videos):
     encoder = jaxenc.from_config(config)
     picture, video = np.zeros((256, 256, 3), np.uint8), np.zeros((4, 64, 64, 3), np.uint8)
-    assert [rows.shape for rows in encoder.encode(images=[picture])] == [(64, 16)]
-    assert [rows.shape for rows in encoder.encode(videos=[(video, 2.0)])] == [(8, 16)]
+    assert [rows.shape for rows in encoder.encode(images=[picture])] == [pictures]
+    assert [rows.shape for rows in encoder.encode(videos=[(video, 2.0)])] == [videos]
