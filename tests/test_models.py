@@ -18,6 +18,7 @@ from jaxenc.layers.transformer import unrolled
 from jaxenc.models import (
     FAMILIES,
     abstract_module,
+    glm4v,
     kimi_k25,
     named_config,
     published_configs,
@@ -344,6 +345,7 @@ def test_encoders_lists_every_family_with_its_heads():
     assert heads["dinov2"] == {"small": 6, "base": 12, "large": 16, "giant": 24}
     vision = {e.name for e in jaxenc.encoders() if e.modality == "vision"}
     assert vision >= {"kimi_k25", "clip", "siglip", "dinov2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_vision"}
+    assert heads["glm4v"] == {"9b": 12, "106b": 12}
     assert heads["qwen2_audio"] == {"7b": 20}
     assert heads["qwen2_5_omni_audio"] == {"7b": 20, "3b": 20}
     assert heads["qwen3_asr_audio"] == {"1.7b": 16, "0.6b": 14}
@@ -402,17 +404,19 @@ KIMI = replace(kimi_k25.Config(), layers=1, embed=512, heads=8, mlp=2048, positi
 # wide, or the GELUs after the convolutions, which are not counted as work, would show
 QWEN = replace(qwen3_omni_audio.Config(), layers=1, mel=64, channels=256)
 WHISPER = whisper.Config(1, 512, 8, 2048, mel=80, positions=500)
+GLM = replace(glm4v.Config(), layers=1, embed=512, heads=4, mlp=1024, out=1024, positions=8, merger_mlp=2048)
 QWEN2 = qwen2_audio.Config(1, 512, 8, 2048, mel=80, out=256, positions=500)
 
 
-def vision_item(grid):
-    return jaxenc.VisionItem(np.zeros((math.prod(grid), 588), np.float32), grid)
+def vision_item(grid, features=588):
+    return jaxenc.VisionItem(np.zeros((math.prod(grid), features), np.float32), grid)
 
 
 @pytest.mark.parametrize(
     ("config", "item", "tokens"),
     [
         pytest.param(KIMI, vision_item((1, 16, 32)), 512, id="kimi_k25"),
+        pytest.param(GLM, vision_item((1, 16, 32), features=1176), 512, id="glm4v"),
         # four windows of 104, all chunks whole
         pytest.param(QWEN, jaxenc.AudioItem(np.zeros((64, 3200), np.float32)), 416, id="qwen3_omni_audio"),
         pytest.param(WHISPER, jaxenc.AudioItem(np.zeros((80, 1000), np.float32)), 500, id="whisper"),

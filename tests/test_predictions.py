@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxenc
 from jaxenc.encoder import Encoder
 from jaxenc.layers.transformer import unrolled
-from jaxenc.models import clip, dinov2, kimi_k25, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
+from jaxenc.models import clip, dinov2, glm4v, kimi_k25, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
 from jaxenc.packing import Budget
 
 # Wide enough that norms, activations and softmax, which are not counted as work, stay below 5 % of what is
@@ -29,6 +29,10 @@ PALIGEMMA = replace(siglip.VARIANTS["paligemma-224"], layers=2, embed=512, heads
 GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536, image=112)
 # one merger for the rows, and one for each block
 DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=8, out=512, deepstack=(0, 1))
+# a merger that exchanges sums twice
+GLM = replace(glm4v.Config(), layers=2, embed=768, heads=12, mlp=2048, positions=8, out=2048, merger_mlp=4096)
+# one of its widths does not divide over 4, as 13,696 does not over 3: its tokens are divided
+NARROW_GLM = replace(GLM, merger_mlp=4090)
 WINDOWS = replace(qwen2_5_vl.Config(), layers=2, embed=512, mlp=2048, out=512, whole=(1,))
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
@@ -37,6 +41,7 @@ BUDGETS = {
     "qwen3_omni_audio": {"rows": Budget(104, 8), "length": Budget(0, 8, 104), "both": Budget(104, 8, 104)},
     "qwen3_vl": {"both": Budget(256, 8, 128)},
     "qwen2_5_vl": {"both": Budget(256, 8, 128)},
+    "glm4v": {"rows": Budget(256, 8), "both": Budget(256, 8, 128)},
     "whisper": {"rows": Budget(128, 8), "length": Budget(0, 8, 128), "both": Budget(128, 8, 128)},
     "clip": {"rows": Budget(260, 8)},
     "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
@@ -55,7 +60,7 @@ QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK) else "odd-"
+    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK, GLM) else "odd-"
     name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
@@ -81,6 +86,9 @@ CASES = [
         (PALIGEMMA, (2, 4), ("tensor", "data"), ("both",)),
         (GIANT, (2, 4), ("tensor",), ("rows", "both")),
         (DEEPSTACK, (2, 4), ("tensor", "data"), ("both",)),
+        (GLM, (1, 8), ("hybrid", MIXED), ("rows",)),
+        (GLM, (2, 4), ("tensor", "data"), ("both",)),
+        (NARROW_GLM, (2, 4), ("tensor",), ("rows", "both")),
     ]
     for strategy in strategies
     for layout in layouts

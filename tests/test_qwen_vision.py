@@ -1,4 +1,4 @@
-"""The Qwen vision towers without PyTorch: their configs, what there is of them, and that meshes change nothing."""
+"""The Qwen and GLM vision towers without PyTorch: configs, how much there is, and that meshes change nothing."""
 
 import math
 from dataclasses import replace
@@ -8,14 +8,23 @@ import pytest
 
 import jaxenc
 from jaxenc import ConfigError, InputError
-from jaxenc.layers.parameters import flatten
-from jaxenc.models import FAMILIES, published_configs, qwen2_5_vl, qwen2_vl, qwen3_omni_vision, qwen3_vl
+from jaxenc.layers.parameters import declared, flatten
+from jaxenc.models import (
+    FAMILIES,
+    abstract_module,
+    glm4v,
+    published_configs,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_omni_vision,
+    qwen3_vl,
+)
 from jaxenc.models.qwen_vision import windows_of
 from jaxenc.packing import Budget, Placed
 from tests import equality
 from tests.parity.checkpoints import MAKERS, QwenSizes, image_patches
 
-NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_vision"]
+NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_vision", "glm4v"]
 every_family = pytest.mark.parametrize("family", NAMES)
 
 # --- config.json
@@ -60,6 +69,26 @@ QWEN3 = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
+# GLM-4.1V-9B-Thinking's; GLM-4.6V's has another width of the merger
+GLM = {
+    "hidden_size": 1536,
+    "depth": 24,
+    "num_heads": 12,
+    "attention_bias": False,
+    "intermediate_size": 13696,
+    "hidden_act": "silu",
+    "hidden_dropout_prob": 0.0,
+    "initializer_range": 0.02,
+    "image_size": 336,
+    "patch_size": 14,
+    "out_hidden_size": 4096,
+    "rms_norm_eps": 1e-05,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+GLM_MOE = GLM | {"in_channels": 3, "intermediate_size": 10944, "model_type": "glm4v_moe"}
+# transformers 5's
+GLM_NATIVE = GLM | {"model_type": "glm4v_vision", "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}}
 OMNI = QWEN3 | {"out_hidden_size": 2048}
 PUBLISHED = {
     "qwen2_vl": ({"model_type": "qwen2_vl", "hidden_size": 3584, "vision_config": QWEN2}, qwen2_vl.Config()),
@@ -77,6 +106,11 @@ PUBLISHED = {
     ),
     "omni thinker": ({"model_type": "qwen3_omni_moe_thinker", "vision_config": OMNI}, qwen3_omni_vision.Config()),
     "omni tower": ({"model_type": "qwen3_omni_moe_vision_encoder", **OMNI}, qwen3_omni_vision.Config()),
+    "glm4v": ({"model_type": "glm4v", "hidden_size": 4096, "vision_config": GLM}, glm4v.Config()),
+    "glm4v_moe": ({"model_type": "glm4v_moe", "text_config": {}, "vision_config": GLM_MOE}, glm4v.VARIANTS["106b"]),
+    "glm46v": ({"model_type": "glm46v", "text_config": {}, "vision_config": GLM_NATIVE}, glm4v.Config()),
+    "glm4v tower": (GLM_NATIVE, glm4v.Config()),
+    "glm4v_moe tower": (GLM_MOE | {"model_type": "glm4v_moe_vision"}, glm4v.VARIANTS["106b"]),
 }
 
 
@@ -107,11 +141,31 @@ def test_both_towers_of_an_omni_config_are_found():
         ("qwen2_5_vl", QWEN2_5 | {"window_size": 14}, "window_size is 14"),
         ("qwen3_vl", QWEN3 | {"num_position_embeddings": 2305}, "2305; a square table"),
         ("qwen3_vl", {key: value for key, value in QWEN3.items() if key != "depth"}, "none of depth"),
+        ("glm4v", GLM | {"attention_bias": True}, "attention_bias is True, this encoder computes False"),
+        ("glm4v", GLM | {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, this encoder computes 1e-05"),
+        ("glm4v", {key: value for key, value in GLM.items() if key != "image_size"}, "none of image_size"),
     ],
 )
 def test_a_config_of_another_function_is_refused(family, config, says):
     with pytest.raises(ConfigError, match=says):
         FAMILIES[family].Config.from_hf(config)
+
+
+def test_glms_sizes_that_are_not_the_defaults_are_read():
+    # every size differs from its default, so that one that is not read shows
+    sizes = {"depth": 3, "hidden_size": 96, "num_heads": 8, "intermediate_size": 200, "image_size": 128}
+    more = {"patch_size": 16, "out_hidden_size": 40, "spatial_merge_size": 4, "rope_parameters": {"rope_theta": 500.0}}
+    made = glm4v.Config.from_hf(sizes | more)
+    # the blocks' MLP is as wide as the language model, and what is called intermediate is in the merger
+    assert made == glm4v.Config(3, 96, 8, mlp=40, out=40, patch=16, merge=4, theta=500.0, positions=8, merger_mlp=200)
+
+
+def test_glm_has_the_published_number_of_parameters():
+    found = declared(abstract_module(glm4v.Config(), dtype="bfloat16"))
+    stem = 1536 * 1176 + 1536 + 1536 + 24 * 24 * 1536
+    blocks = 24 * (1536 + 3 * 1536 * 1536 + 1536 * 1536 + 1536 + 3 * 4096 * 1536)
+    merger = 1536 + 4096 * 6144 + 4096 + 4096 * 4096 + 2 * 4096 + 3 * 13696 * 4096
+    assert sum(math.prod(parameter.shape) for parameter in found.values()) == stem + blocks + merger
 
 
 # --- how much there is
@@ -189,7 +243,10 @@ def test_exported_tensors_are_the_checkpoints(family, tmp_path):
 GRIDS = [(1, 8, 8), (3, 4, 6), (1, 10, 14), (2, 2, 2), (1, 2, 20)]
 SIZES = {"qwen2_vl": QwenSizes(2, heads=16, head_dim=4, mlp=128), "qwen2_5_vl": QwenSizes(3, heads=16, head_dim=4)}
 SIZES["qwen3_vl"] = QwenSizes(2, heads=16, head_dim=4, deepstack=(0, 1))
+# 12 heads on 8 devices: today's engines replicate, or refuse
+SIZES["glm4v"] = QwenSizes(2, heads=12, head_dim=4, mlp=96, text=48)
 CASES = [("qwen3_vl", (2, 4)), ("qwen2_5_vl", (1, 8)), ("qwen2_5_vl", (2, 4)), ("qwen2_vl", (1, 3))]
+CASES += [("glm4v", (1, 8)), ("glm4v", (2, 4)), ("glm4v", (1, 5))]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +282,7 @@ def test_rows_and_gradients_are_those_of_one_device(alone, pictures, family, sha
         equality.assert_same(got, np.asarray(expected), path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "glm4v"])
 def test_spread_over_all_rows_nothing_changes(alone, pictures, family):
     folder, (rows, _) = alone[family]
     encoder = jaxenc.load(folder, mesh=jaxenc.make_mesh(data=2, model=4), dtype="float32", strategy="data")
@@ -233,8 +290,9 @@ def test_spread_over_all_rows_nothing_changes(alone, pictures, family):
         equality.assert_same(got, expected, family)
 
 
-def test_a_video_is_what_its_pairs_of_frames_are(alone, pictures):
-    encoder = jaxenc.load(alone["qwen3_vl"][0], dtype="float32")
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_a_video_is_what_its_pairs_of_frames_are(alone, pictures, family):
+    encoder = jaxenc.load(alone[family][0], dtype="float32")
     clip = pictures[1]
     pairs = [jaxenc.VisionItem(patches, (1, *clip.grid[1:])) for patches in np.split(clip.patches, clip.grid[0])]
     equality.assert_same(np.concatenate(encoder.encode_items(pairs)), encoder.encode_items([clip])[0], clip.name)

@@ -1,6 +1,7 @@
 """The key names of each family, as functions of plain sizes."""
 
 from checkpoints_convert.mappings import (
+    glm4v,
     kimi_k25,
     qwen2_5_omni_audio,
     qwen2_audio,
@@ -9,4 +10,4 @@ from checkpoints_convert.mappings import (
     whisper,
 )
 
-__all__ = ["kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]
+__all__ = ["glm4v", "kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]

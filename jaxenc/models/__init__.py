@@ -16,6 +16,7 @@ from jaxenc.layers.transformer import TransformerConfig
 from jaxenc.models import (
     clip,
     dinov2,
+    glm4v,
     kimi_k25,
     qwen2_5_omni_audio,
     qwen2_5_vl,
@@ -120,6 +121,7 @@ FAMILIES = {
         qwen2_5_vl,
         qwen3_vl,
         qwen3_omni_vision,
+        glm4v,
         whisper,
         qwen2_audio,
         qwen2_5_omni_audio,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 from jaxenc.models import qwen3_vl
 from jaxenc.models.qwen_vision import QwenConfig
+from jaxenc.preprocess.qwen import FrameRule
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Config(qwen3_vl.Config):
     image_pixels: ClassVar[tuple[int, int]] = QwenConfig.image_pixels
     video_pixels: ClassVar[tuple[int, int]] = QwenConfig.video_pixels
     whole_videos: ClassVar[bool] = False
+    frame_rule: ClassVar[FrameRule] = "even"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self | None:

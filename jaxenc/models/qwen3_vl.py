@@ -12,6 +12,7 @@ from jaxenc.errors import ConfigError
 from jaxenc.layers.mlp import Activation
 from jaxenc.models.published import read_sizes
 from jaxenc.models.qwen_vision import HALF, QwenConfig
+from jaxenc.preprocess.qwen import FrameRule
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Config(QwenConfig):
     image_pixels: ClassVar[tuple[int, int]] = (256 * 256, 4096 * 4096)
     video_pixels: ClassVar[tuple[int, int]] = (64 * 64, 24_576 * 32 * 32)
     whole_videos: ClassVar[bool] = True
+    frame_rule: ClassVar[FrameRule] = "to last"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self | None:

@@ -1,7 +1,7 @@
-"""What the vision towers of the Qwen family have in common; each family's file says what is its own.
+"""What the vision towers of the Qwen family and of GLM-V have in common; each family's file says what is its own.
 
-Source: `Qwen2VisionTransformerPretrainedModel`, `Qwen2_5_VisionTransformerPretrainedModel`, `Qwen3VLVisionModel` and
-`Qwen3OmniMoeVisionEncoder` of transformers 5.24.
+Source: `Qwen2VisionTransformerPretrainedModel`, `Qwen2_5_VisionTransformerPretrainedModel`, `Qwen3VLVisionModel`,
+`Qwen3OmniMoeVisionEncoder` and `Glm4vVisionModel` of transformers 5.24.
 
 A patch covers two frames. Tokens come in the order of the rows they are merged to. Those of a pair of frames attend to
 each other, and pairs are encoded apart: each is a piece of its own.
@@ -9,8 +9,8 @@ each other, and pairs are encoded apart: each is a piece of its own.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, ClassVar, Self
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,25 +26,26 @@ from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.mlp import Activation
-from jaxenc.layers.norms import Kind
+from jaxenc.layers.norms import Kind, norm_of
 from jaxenc.layers.parameters import Shard, named_parameter
 from jaxenc.layers.patches import PatchMerger, embed_patches, merge_order, merger_work, patch_work
-from jaxenc.layers.resample import bilinear_taps, grid_taps, weighted_gather
+from jaxenc.layers.resample import bicubic_taps, bilinear_taps, grid_taps, weighted_gather
 from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.published import Keys, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
-from jaxenc.preprocess.qwen import FRAMES, QwenSettings, qwen_image_item, qwen_video_items
-from sharding_rules import Workload
+from jaxenc.preprocess.qwen import FRAMES, FrameRule, QwenSettings, qwen_image_item, qwen_video_items
+from sharding_rules import GroupWork, Workload
 
-EPS = 1e-6  # of every norm: Flax's default, a tenth of PyTorch's
 # sides of a grid are below it: no tower has a limit of its own, and the longest picture the processors make has 3620
 ROTARY_POSITIONS = 4096
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
+# how a table of positions is resized: taps an axis
+TAPS = {"bilinear": bilinear_taps, "bicubic": bicubic_taps}
 KEYS: Mapping[str, Keys] = {
     "layers": ("depth", "num_hidden_layers"),
     "embed": ("hidden_size",),
@@ -99,14 +100,20 @@ class QwenConfig:
 
     activation: ClassVar[Activation]
     activation_name: ClassVar[str]
+    eps: ClassVar[float] = 1e-6  # of every norm: Flax's default, a tenth of PyTorch's
     norm: ClassVar[Kind] = "layer"
     gated: ClassVar[bool] = False
+    bias: ClassVar[bool] = True  # of the layers of the blocks
     patch_bias: ClassVar[bool] = False
+    patch_norm: ClassVar[bool] = False  # of embedded patches, before positions are added
+    resized: ClassVar[Literal["bilinear", "bicubic"]] = "bilinear"
     mean: ClassVar[tuple[float, float, float]] = CLIP_MEAN
     std: ClassVar[tuple[float, float, float]] = CLIP_STD
     image_pixels: ClassVar[tuple[int, int]] = (56 * 56, 3584 * 3584)
     video_pixels: ClassVar[tuple[int, int]] = (128 * 28 * 28, 768 * 28 * 28)
     whole_videos: ClassVar[bool] = False
+    paired_pictures: ClassVar[bool] = False
+    frame_rule: ClassVar[FrameRule] = "even"
 
     def __post_init__(self) -> None:
         """Tuples, where a stored config has lists; sizes that fit together.
@@ -169,12 +176,15 @@ class QwenConfig:
             self.heads,
             self.head_dim,
             self.mlp,
-            EPS,
+            self.eps,
             activation=self.activation,
             fused_qkv=True,
             norm=self.norm,
             gated=self.gated,
             rotary_pairs="halves",
+            qkv_bias=self.bias,
+            out_bias=self.bias,
+            mlp_bias=self.bias,
             windowed=self.layers - len(self.whole) if self.window_pixels else 0,
             window=(self.window_pixels // self.patch) ** 2,
         )
@@ -183,7 +193,15 @@ class QwenConfig:
     def settings(self) -> QwenSettings:
         """The published processor's."""
         return QwenSettings(
-            self.patch, self.merge, self.mean, self.std, self.image_pixels, self.video_pixels, self.whole_videos
+            self.patch,
+            self.merge,
+            self.mean,
+            self.std,
+            self.image_pixels,
+            self.video_pixels,
+            whole_videos=self.whole_videos,
+            paired_pictures=self.paired_pictures,
+            frame_rule=self.frame_rule,
         )
 
     @classmethod
@@ -207,6 +225,18 @@ class QwenConfig:
     def build(self, *, dtype: DTypeLike) -> "QwenVision":
         """The module."""
         return QwenVision(self, dtype=dtype)
+
+    def merger(self, *, norm_of_group: bool = False, dtype: DTypeLike) -> "Merger":
+        """What makes output rows of a block's tokens, in groups of merge x merge."""
+        return PatchMerger(
+            self.embed,
+            self.out,
+            group=self.merge**2,
+            eps=self.eps,
+            norm=self.norm,
+            norm_of_group=norm_of_group,
+            dtype=dtype,
+        )
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -242,11 +272,15 @@ class QwenConfig:
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group (an item taken as one pair of frames)."""
-        group = self.merge**2
-        stem = patch_work(items, features=self.features, embed=self.embed, unit=group)
+        unit = self.merge**2
+        stem = patch_work(items, features=self.features, embed=self.embed, unit=unit)
+        blocks = self.transformer.work(items, windows=False, unit=unit)
+        return Workload(tuple(items), (*blocks, stem, self.projector_work(items)))
+
+    def projector_work(self, items: Sequence[int]) -> GroupWork:
+        """The part of `workload` that mergers have."""
         mergers = 1 + len(self.deepstack)
-        projector = merger_work(items, embed=self.embed, out=self.out, group=group, count=mergers)
-        return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
+        return merger_work(items, embed=self.embed, out=self.out, group=self.merge**2, count=mergers)
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from. The largest pictures of the published processors have 65,536 patches."""
@@ -296,7 +330,8 @@ class QwenConfig:
             "yx": np.zeros((b, n, 2), np.int32),
         }
         if self.positions:
-            arrays |= {"tap_index": np.zeros((b, n, 4), np.int32), "tap_weight": np.zeros((b, n, 4), np.float32)}
+            taps = {"bilinear": 4, "bicubic": 16}[self.resized]
+            arrays |= {"tap_index": np.zeros((b, n, taps), np.int32), "tap_weight": np.zeros((b, n, taps), np.float32)}
         segments, windows = np.zeros((2, b, n), np.int32)
         first_window: dict[int, int] = {}
         next_window = 1
@@ -315,8 +350,8 @@ class QwenConfig:
             arrays["yx"][at] = np.stack([y, x], axis=-1)
             segments[at], windows[at] = segment, first_window[segment] + window[part]
             if self.positions:
-                axes = bilinear_taps(h, self.positions), bilinear_taps(w, self.positions)
-                index, weight = grid_taps(*axes, width=self.positions)
+                rows_taps, columns_taps = (TAPS[self.resized](size, self.positions) for size in (h, w))
+                index, weight = grid_taps(rows_taps, columns_taps, width=self.positions)
                 arrays["tap_index"][at], arrays["tap_weight"][at] = index[y, x], weight[y, x]
             tokens.fill(place.row, place.offset, place.item, token)
             rows.fill(place.row, place.offset // group, place.item, token[::group] // group)
@@ -328,6 +363,13 @@ class QwenConfig:
         return Batch(arrays, tokens, rows)
 
 
+class Merger(Protocol):
+    """A module that makes output rows of tokens."""
+
+    def __call__(self, x: Float[Array, "b n embed"], *, shard: Shard) -> Float[Array, "b rows out"]:
+        """Merges consecutive tokens."""
+
+
 class QwenVision(nnx.Module):
     """Patches -> output rows."""
 
@@ -335,15 +377,15 @@ class QwenVision(nnx.Module):
         """Declares the tower and its mergers."""
         c = self.config = config
         self.patch_embed = Linear({"embed": c.embed}, {"patch": c.features}, bias=c.patch_bias, dtype=dtype)
+        self.patch_norm = norm_of(c.norm, c.embed, eps=c.eps, dtype=dtype) if c.patch_norm else None
         table = {"position": c.positions**2, "embed": c.embed}
         self.position_embed = named_parameter(table, "normal", dtype=dtype) if c.positions else None
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
-        merger = partial(PatchMerger, c.embed, c.out, group=c.merge**2, eps=EPS, norm=c.norm, dtype=dtype)
-        self.projector = merger()
+        self.projector = c.merger(dtype=dtype)
 
         @nnx.vmap(axis_size=len(c.deepstack), transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def stack() -> PatchMerger:
-            return merger(norm_of_group=True)
+        def stack() -> Merger:
+            return c.merger(norm_of_group=True, dtype=dtype)
 
         self.deepstack = stack() if c.deepstack else None
 
@@ -362,6 +404,8 @@ class QwenVision(nnx.Module):
         """
         c = self.config
         x = embed_patches(self.patch_embed, inputs, shard=shard)
+        if self.patch_norm is not None:
+            x = self.patch_norm(x)
         if self.position_embed is not None:
             position = weighted_gather(self.position_embed[...], inputs["tap_index"], inputs["tap_weight"])
             x = (x + position).astype(x.dtype)

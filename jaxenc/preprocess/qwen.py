@@ -1,7 +1,8 @@
-"""Pictures and videos as the processors of the Qwen-VL models prepare them.
+"""Pictures and videos as the processors of the Qwen-VL and GLM-V models prepare them.
 
-Source: `smart_resize`, `sample_frames` and `patchify` of transformers' Qwen2VLImageProcessor, Qwen2VLVideoProcessor and
-Qwen3VLVideoProcessor (5.24). A patch covers two frames, and a picture is two frames that are alike.
+Source: `smart_resize`, `sample_frames` and `patchify` of transformers' Qwen2VLImageProcessor, Qwen2VLVideoProcessor,
+Qwen3VLVideoProcessor, Glm4vImageProcessor and Glm4vVideoProcessor (5.24). A patch covers two frames, and a picture is
+two frames that are alike.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
@@ -23,6 +24,9 @@ FRAMES = 2  # that a patch covers
 LONGEST = 200  # times its short side: a longer picture is refused
 SAMPLE_FPS = 2.0
 FEWEST_FRAMES, MOST_FRAMES = 4, 768  # of a video, where it has as many
+MOST_SECONDS = 300  # of a video that GLM-V's rule samples at the full rate
+
+FrameRule = Literal["even", "to last", "by time"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class QwenSettings:
         std: per channel.
         image_pixels: the least and the most of a picture.
         video_pixels: the same of a frame of a video, or of all its sampled frames together.
-        whole_videos: whether it is all frames together (and frames are spread to the last one): Qwen3-VL's rule.
+        whole_videos: whether it is all frames together: Qwen3-VL's and GLM-V's rule.
+        paired_pictures: whether a picture is counted as the two frames it becomes, and so has half as many: GLM-V's.
+        frame_rule: which frames of a video are taken, see `qwen_sample_indices`.
     """
 
     patch: int
@@ -46,6 +52,8 @@ class QwenSettings:
     image_pixels: tuple[int, int]
     video_pixels: tuple[int, int]
     whole_videos: bool = False
+    paired_pictures: bool = False
+    frame_rule: FrameRule = "even"
 
     @property
     def factor(self) -> int:
@@ -60,7 +68,13 @@ def qwen_image_item(source: Any, settings: QwenSettings, *, name: str) -> Vision
         InputError: it cannot be read, or is too long.
     """
     image = load_image(source, name=name)
-    size = smart_size(*image.shape[:2], factor=settings.factor, pixels=settings.image_pixels, name=name)
+    size = smart_size(
+        *image.shape[:2],
+        factor=settings.factor,
+        pixels=settings.image_pixels,
+        frames=FRAMES if settings.paired_pictures else None,
+        name=name,
+    )
     return _item(image[None], size, settings, name=name, timestamp=None)
 
 
@@ -83,7 +97,7 @@ def qwen_video_items(source: Any, settings: QwenSettings, *, fps: float | None, 
 
     def sampled(frames: int, rate: float) -> Int[np.ndarray, " n"]:
         nonlocal count
-        indices = qwen_sample_indices(frames, rate, to_last=settings.whole_videos)
+        indices = qwen_sample_indices(frames, rate, rule=settings.frame_rule)
         count = len(indices)
         return indices
 
@@ -138,25 +152,41 @@ def smart_size(
     return new_height, new_width
 
 
-def qwen_sample_indices(frames: int, fps: float, *, to_last: bool) -> Int[np.ndarray, " n"]:
-    """Which frames of a video are kept: two a second, 4 to 768 of them where there are as many.
+def qwen_sample_indices(frames: int, fps: float, *, rule: FrameRule) -> Int[np.ndarray, " n"]:
+    """Which frames of a video are kept: about two a second.
 
     Args:
         frames: the video's.
         fps: its frames per second.
-        to_last: Qwen3-VL's rule, spread over the first to the last frame; otherwise Qwen2-VL's, an even number of them
-            at equal distances from the first on.
+        rule: "even" is Qwen2-VL's: an even number of frames at equal distances from the first on, 4 to 768 of them
+            where there are as many. "to last" is Qwen3-VL's: as many, spread over the first to the last. "by time" is
+            GLM-V's: the first frame not before each half second, or before each of 600 points of a video that is longer
+            than five minutes.
 
     Returns:
-        Increasing indices, at least one.
+        Increasing indices, at least one; "by time", the last is there twice where they would be odd.
     """
+    if rule == "by time":
+        return _indices_by_time(frames, fps)
     wanted = max(frames / fps * SAMPLE_FPS, FEWEST_FRAMES)
-    if to_last:
+    if rule == "to last":
         count = max(1, min(int(wanted), MOST_FRAMES, frames))
         return np.linspace(0, frames - 1, count).round().astype(np.int64)
     even = min(wanted, min(MOST_FRAMES, frames) // FRAMES * FRAMES) // FRAMES * FRAMES
     count = max(1, int(even))
     return np.arange(count) * frames // count
+
+
+def _indices_by_time(frames: int, fps: float) -> Int[np.ndarray, " n"]:
+    duration, most = frames / fps, int(MOST_SECONDS * SAMPLE_FPS)
+    if duration <= MOST_SECONDS:
+        wanted = np.arange(max(int(duration * SAMPLE_FPS), 1)) * fps / SAMPLE_FPS
+    elif most >= frames:
+        wanted = np.arange(float(frames))
+    else:
+        wanted = np.linspace(0, duration, most) * fps
+    indices = np.unique(np.minimum(np.ceil(wanted).astype(np.int64), frames - 1))
+    return np.append(indices, indices[-1:]) if len(indices) % FRAMES else indices
 
 
 def qwen_patches(

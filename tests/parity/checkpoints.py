@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -366,12 +366,12 @@ def qwen3_asr_audio(sizes: AudioSizes = AudioSizes(heads=7), *, seed: int = 0) -
     )
 
 
-# Qwen-VL: vision towers
+# Qwen-VL and GLM-V: vision towers
 
 
 @dataclass(frozen=True)
 class QwenSizes:
-    """Sizes of a tiny Qwen-VL tower; the families leave out what they have not."""
+    """Sizes of a tiny Qwen-VL or GLM-V tower; the families leave out what they have not."""
 
     layers: int = 3
     heads: int = 4
@@ -432,7 +432,7 @@ def qwen3_vl(
 ) -> Checkpoint:
     """A tiny Qwen3-VL, as `qwen2_vl`; published as model.visual.*, and `model` is visual.* here."""
     make = _Maker(seed, scales)
-    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True)
+    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True, table="pos_embed")
     parts = ("norm", "linear_fc1", "linear_fc2")
     _qwen_merger(make, "merger", sizes, parts=parts)
     for place in range(len(sizes.deepstack)):
@@ -449,7 +449,7 @@ def qwen3_omni_vision(
 ) -> Checkpoint:
     """A tiny Qwen3-Omni with its vision tower, as `qwen2_vl`; published as thinker.visual.*."""
     make = _Maker(seed, scales)
-    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True)
+    _qwen_tower(make, sizes, up=("linear_fc1",), down="linear_fc2", patch_bias=True, table="pos_embed")
     parts = ("ln_q", "mlp.0", "mlp.2")
     _qwen_merger(make, "merger", sizes, parts=parts)
     for place in range(len(sizes.deepstack)):
@@ -460,20 +460,55 @@ def qwen3_omni_vision(
     return _qwen(make.tensors, vision, "thinker.visual.", config)
 
 
-def _qwen_tower(make: "_Maker", sizes: QwenSizes, *, up: tuple[str, ...], down: str, patch_bias: bool) -> None:
+def glm4v(
+    sizes: QwenSizes = QwenSizes(), *, seed: int = 0, scales: Mapping[str, float] = MappingProxyType({})
+) -> Checkpoint:
+    """A tiny GLM-4.1V, as `qwen3_vl`. As in its config, `mlp` is the merger's, and the blocks' is as wide as `text`."""
+    make, d, out = _Maker(seed, scales, norm_bias=False), sizes.embed, sizes.text
+    gated, table = ("gate_proj", "up_proj"), "embeddings.position_embedding"
+    blocks = replace(sizes, mlp=out)
+    _qwen_tower(make, blocks, up=gated, down="down_proj", patch_bias=True, table=table, bias=False)
+    make.norm("post_conv_layernorm", d)
+    make.norm("post_layernorm", d)
+    make.linear("downsample", (out, d, 2, 2), gain=1.3)
+    make.linear("merger.proj", (out, out), gain=1.2, bias=False)
+    make.norm("merger.post_projection_norm", out, bias=True)
+    for name in gated:
+        make.linear(f"merger.{name}", (sizes.mlp, out), gain=1.3, bias=False)
+    make.linear("merger.down_proj", (out, sizes.mlp), gain=1.2, bias=False)
+    vision = {
+        "attention_bias": False, "depth": sizes.layers, "hidden_act": "silu", "hidden_size": d,
+        "image_size": sizes.table * sizes.patch, "in_channels": 3, "initializer_range": 0.02,
+        "intermediate_size": sizes.mlp, "model_type": "glm4v", "num_heads": sizes.heads, "out_hidden_size": out,
+        "patch_size": sizes.patch, "rms_norm_eps": 1e-5, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    config = {"model_type": "glm4v", "hidden_size": out, "intermediate_size": 72, "vision_config": vision}
+    return _qwen(make.tensors, vision, "model.visual.", config)
+
+
+def _qwen_tower(
+    make: "_Maker",
+    sizes: QwenSizes,
+    *,
+    up: tuple[str, ...],
+    down: str,
+    patch_bias: bool,
+    table: str = "",
+    bias: bool = True,
+) -> None:
     d, f = sizes.embed, sizes.mlp
     make.linear("patch_embed.proj", (d, 3, 2, sizes.patch, sizes.patch), gain=1.6, bias=patch_bias)
-    if patch_bias:  # Qwen3-VL alone has a table too
-        make.tensor("pos_embed.weight", (sizes.table**2, d), scale=1.2)
+    if table:
+        make.tensor(f"{table}.weight", (sizes.table**2, d), scale=1.2)
     for n in range(sizes.layers):
         block = f"blocks.{n}"
         make.norm(f"{block}.norm1", d)
         make.norm(f"{block}.norm2", d)
-        make.linear(f"{block}.attn.qkv", (3 * d, d), gain=1.3)
-        make.linear(f"{block}.attn.proj", (d, d), gain=1.2)
+        make.linear(f"{block}.attn.qkv", (3 * d, d), gain=1.3, bias=bias)
+        make.linear(f"{block}.attn.proj", (d, d), gain=1.2, bias=bias)
         for name in up:
-            make.linear(f"{block}.mlp.{name}", (f, d), gain=1.3)
-        make.linear(f"{block}.mlp.{down}", (d, f), gain=1.2)
+            make.linear(f"{block}.mlp.{name}", (f, d), gain=1.3, bias=bias)
+        make.linear(f"{block}.mlp.{down}", (d, f), gain=1.2, bias=bias)
 
 
 def _qwen_merger(
@@ -675,9 +710,10 @@ class _Maker:
         if bias:
             self.tensor(f"{name}.bias", shape[:1], scale=0.4)
 
-    def norm(self, name: str, width: int) -> None:
+    def norm(self, name: str, width: int, *, bias: bool = False) -> None:
+        """A norm's factors, and a bias where this one or every one has it."""
         self.tensor(f"{name}.weight", (width,), scale=0.4, offset=1.0)
-        if self.norm_bias:
+        if self.norm_bias or bias:
             self.tensor(f"{name}.bias", (width,), scale=0.4)
 
     def whisper_blocks(self, layers: int, width: int, mlp: int, *, key_bias: bool) -> None:
@@ -715,6 +751,7 @@ MAKERS: dict[str, Callable[..., Checkpoint]] = {
     "qwen2_5_vl": qwen2_5_vl,
     "qwen3_vl": qwen3_vl,
     "qwen3_omni_vision": qwen3_omni_vision,
+    "glm4v": glm4v,
     "qwen3_omni_audio": qwen3_omni_audio,
     "whisper": whisper,
 }

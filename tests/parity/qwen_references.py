@@ -1,8 +1,9 @@
-"""The PyTorch originals of the Qwen-VL vision towers (transformers 5.24); for the conventions see `references`.
+"""The originals of the Qwen-VL and GLM-V vision towers (transformers 5.24); for the conventions see `references`.
 
 Where transformers computes in float32 whatever the model's dtype, the truth replaces it: rotary tables
 (`rotary_pos_emb.forward`) and their application (`apply_rotary_pos_emb_vision`), the weights of resampled positions
-(`get_vision_interpolation_indices_and_weights`), and the statistics of Qwen2.5-VL's norms (`Qwen2_5_VLRMSNorm`).
+(`get_vision_interpolation_indices_and_weights`) or all of them (`Glm4vVisionEmbeddings`), and the statistics of RMS
+norms (`Qwen2_5_VLRMSNorm`, `Glm4vRMSNorm`).
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import vision_utils
+from transformers.models.glm4v import modeling_glm4v
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-from tests.parity.checkpoints import Checkpoint
-from tests.parity.references import Dtype, Encoded, Grid, _loaded, _recorded, _split
+from tests.parity.checkpoints import Checkpoint, Tensors
+from tests.parity.references import Dtype, Encoded, Grid, _loaded, _recorded, _split, resample_bicubic
 
 TOWERS: dict[str, tuple[ModuleType, str]] = {
     "qwen2_vl": (modeling_qwen2_vl, "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": (modeling_qwen2_5_vl, "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": (modeling_qwen3_vl, "Qwen3VLVisionModel"),
     "qwen3_omni_vision": (modeling_qwen3_omni_moe, "Qwen3OmniMoeVisionEncoder"),
+    "glm4v": (modeling_glm4v, "Glm4vVisionModel"),
 }
+RMS_NORMS = ("Qwen2_5_VLRMSNorm", "Glm4vRMSNorm")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class QwenAlter:
         rotary: which coordinate turns the first quarter of a head's channels: "hw" (the row) or "wh".
         rotary_pairs: "halves", or "adjacent" channels.
         segments: who attends to whom: tokens of a "frame", of a "clip", or of the whole "call".
-        align_corners: of the resampled positions.
+        align_corners: of Qwen3-VL's resampled positions.
+        resample: GLM-V's table [side, side, D] at (height, width), [height * width, D].
         positions: order of the resampled positions: as the patches are "merged", or by "rows".
         model: changes the tower.
     """
@@ -53,6 +58,7 @@ class QwenAlter:
     rotary_pairs: Literal["halves", "adjacent"] = "halves"
     segments: Literal["frame", "clip", "call"] = "frame"
     align_corners: bool = True
+    resample: Callable[[torch.Tensor, int, int], torch.Tensor] = resample_bicubic
     positions: Literal["merged", "rows"] = "merged"
     model: Callable[[Any], None] | None = None
 
@@ -75,22 +81,17 @@ class Qwen:
             dtype: "float64" is the truth.
             alter: a mistake; in float64 only.
         """
-        modeling, _ = TOWERS[self.family]
         tower = self._model(dtype)
-        grids = torch.tensor([grid for _, grid in items])
-        pixels = torch.from_numpy(np.concatenate([patches for patches, _ in items])).to(getattr(torch, dtype))
-        replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dtype == "float64":
             tower = copy.deepcopy(tower)
             if alter is not None and alter.model is not None:
                 alter.model(tower)
-            replaced = _in_double(tower, modeling, alter or QwenAlter())
         elif alter is not None:
             raise ValueError("a mistake is made in float64 only")
-        with torch.no_grad(), replaced, _recorded(tower.blocks) as hidden:
-            made = tower(pixels, grid_thw=grids)
-        rows = torch.cat([made.pooler_output, *(made.get("deepstack_features") or ())], dim=-1)
+        with torch.no_grad(), _recorded(tower.blocks) as hidden:
+            rows = self._rows(tower, items, dtype, alter or QwenAlter())
         if self.family == "qwen2_5_vl":
+            grids = torch.tensor([grid for _, grid in items])
             back = vision_utils.get_vision_window_index(grids, 2, tower.window_size, tower.patch_size)[0].argsort()
             hidden = [x.reshape(-1, 4, x.shape[-1])[back].flatten(0, 1) for x in hidden]
         tokens = [math.prod(grid) for _, grid in items]
@@ -99,6 +100,33 @@ class Qwen:
             [np.stack(layers) for layers in zip(*(_split(state, tokens) for state in hidden), strict=True)],
         )
 
+    def gradients(self, items: Sequence[tuple[np.ndarray, Grid]], weights: Sequence[np.ndarray]) -> Tensors:
+        """Of the sum of all rows times `weights`, by the tensors' names in the file; float64."""
+        tower = copy.deepcopy(self._model("float64")).requires_grad_(True)
+        rows = self._rows(tower, items, "float64", QwenAlter())
+        (rows * torch.from_numpy(np.concatenate(weights))).sum().backward()
+        return {self._prefix + name: parameter.grad.numpy() for name, parameter in tower.named_parameters()}
+
+    def _rows(
+        self, tower: Any, items: Sequence[tuple[np.ndarray, Grid]], dtype: Dtype, alter: QwenAlter
+    ) -> torch.Tensor:
+        modeling, _ = TOWERS[self.family]
+        clips = [grid for _, grid in items]
+        grids = clips
+        if self.family == "glm4v":  # as its `get_video_features` does
+            grids = [(1, h, w) for t, h, w in clips for _ in range(t)]
+        pixels = torch.from_numpy(np.concatenate([patches for patches, _ in items])).to(getattr(torch, dtype))
+        replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if dtype == "float64":
+            replaced = _in_double(tower, modeling, clips, alter)
+        with replaced:
+            made = tower(pixels, grid_thw=torch.tensor(grids))
+        return torch.cat([made.pooler_output, *(made.get("deepstack_features") or ())], dim=-1)
+
+    @property
+    def _prefix(self) -> str:
+        return next(iter(self.checkpoint.tensors["original"])).partition("patch_embed")[0]
+
     def _model(self, dtype: Dtype) -> Any:
         if dtype not in self._models:
             modeling, name = TOWERS[self.family]
@@ -106,13 +134,12 @@ class Qwen:
             config = tower.config_class(**self.checkpoint.configs["tower"])
             config._attn_implementation = "sdpa"
             tensors = self.checkpoint.tensors["original"]
-            prefix = next(iter(tensors)).partition("patch_embed")[0]
-            self._models[dtype] = _loaded(tower(config), tensors, prefix, dtype)
+            self._models[dtype] = _loaded(tower(config), tensors, self._prefix, dtype)
         return self._models[dtype]
 
 
 @contextlib.contextmanager
-def _in_double(tower: Any, modeling: ModuleType, alter: QwenAlter) -> Iterator[None]:
+def _in_double(tower: Any, modeling: ModuleType, clips: Sequence[Grid], alter: QwenAlter) -> Iterator[None]:
     blocks = tower.blocks[0].attn
     head_dim = blocks.qkv.in_features // blocks.num_heads
 
@@ -130,23 +157,29 @@ def _in_double(tower: Any, modeling: ModuleType, alter: QwenAlter) -> Iterator[N
         order = torch.arange(head_dim).reshape(-1, 2).T.flatten()  # of pairs side by side, as halves
         return tuple(x[..., order] * cos + modeling.rotate_half(x[..., order]) * sin for x in (q, k))
 
-    def lengths(grid_thw: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        sizes = [
-            size for t, h, w in grid_thw.tolist() for size in {"frame": [h * w] * t}.get(alter.segments, [t * h * w])
-        ]
+    def lengths(*_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        sizes = [size for t, h, w in clips for size in {"frame": [h * w] * t}.get(alter.segments, [t * h * w])]
         sizes = [sum(sizes)] if alter.segments == "call" else sizes
         return torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32), None
+
+    def placed(h: int, w: int) -> torch.Tensor:
+        order = torch.arange(h * w)
+        merged = order.reshape(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
+        return merged if alter.positions == "merged" else order
 
     def taps(grid_thw: torch.Tensor, *, num_grid_per_side: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         indices, weights = [], []
         for t, h, w in grid_thw.tolist():
             index, weight = _grid_taps(h, w, num_grid_per_side, alter.align_corners)
-            if alter.positions == "merged":
-                merged = torch.arange(h * w).reshape(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
-                index, weight = index[merged], weight[merged]
-            indices += [index] * t
-            weights += [weight] * t
+            order = placed(h, w)
+            indices += [index[order]] * t
+            weights += [weight[order]] * t
         return torch.cat(indices), torch.cat(weights)
+
+    def embeddings(self: Any, x: torch.Tensor, _: Any, grid_thw: torch.Tensor, *__: Any) -> torch.Tensor:
+        table = self.position_embedding.weight
+        table = table.reshape(math.isqrt(len(table)), -1, table.shape[1])
+        return x + torch.cat([alter.resample(table, h, w)[placed(h, w)] for _, h, w in grid_thw.tolist()])
 
     def rms(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
@@ -159,8 +192,9 @@ def _in_double(tower: Any, modeling: ModuleType, alter: QwenAlter) -> Iterator[N
         ):
             if hasattr(modeling, name):
                 stack.enter_context(mock.patch.object(modeling, name, function))
-        if hasattr(modeling, "Qwen2_5_VLRMSNorm"):
-            stack.enter_context(mock.patch.object(modeling.Qwen2_5_VLRMSNorm, "forward", rms))
+        for name, function in (*((name, rms) for name in RMS_NORMS), ("Glm4vVisionEmbeddings", embeddings)):
+            if hasattr(modeling, name):
+                stack.enter_context(mock.patch.object(getattr(modeling, name), "forward", function))
         tower.rotary_pos_emb.forward = tables
         yield
 

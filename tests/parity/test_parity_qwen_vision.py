@@ -1,4 +1,4 @@
-"""The Qwen vision towers against transformers', on the same weights."""
+"""The Qwen and GLM vision towers against transformers', on the same weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from torch import nn
 from transformers.activations import ACT2FN
 
 import jaxenc
+from jaxenc.layers.parameters import flatten
 from tests.parity.checkpoints import MAKERS, Checkpoint, image_patches
 from tests.parity.compare import (
     assert_avoided,
@@ -20,13 +22,14 @@ from tests.parity.compare import (
     assert_float32_equal,
     max_error,
 )
+from tests.parity.gradients import assert_slopes_equal, slopes
 from tests.parity.qwen_references import Grid, Qwen, QwenAlter
-from tests.parity.references import Encoded
+from tests.parity.references import Encoded, resample_bicubic, resample_taps
 
-FAMILIES = ["qwen3_vl", "qwen3_omni_vision", "qwen2_vl", "qwen2_5_vl"]
+FAMILIES = ["qwen3_vl", "qwen3_omni_vision", "qwen2_vl", "qwen2_5_vl", "glm4v"]
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # Qwen3-Omni's is Qwen3-VL's under other names
-every_other = pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl"])
+every_other = pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_vl", "qwen2_5_vl", "glm4v"])
 
 SQUARE, WIDE, CLIP, SMALLEST_CLIP, LARGE, TALL = range(6)
 # the sides of windows are 8: one whole, a part of one, parts at two edges, and several with parts at all edges
@@ -101,11 +104,23 @@ def test_every_block_is_the_originals(family: str) -> None:
         assert_float32_equal(at.encoder.unpack_tokens(tokens, batch), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "glm4v"])
 def test_bfloat16_is_as_good_as_the_originals(family: str) -> None:
     at = case(family)
     rows = encode(load(at.folder, "bfloat16"), at.items)
     assert_bfloat16_as_good(rows, at.original.run(at.items, dtype="bfloat16").rows, at.truth.rows)
+
+
+@every_other
+def test_gradients_are_the_originals_and_go_back_to_its_names(family: str) -> None:
+    at, rng = case(family), np.random.default_rng(5)
+    weights = [rng.standard_normal(rows.shape) for rows in at.truth.rows]
+    tensors = at.checkpoint.tensors["original"]
+    mapping = at.encoder.config.mappings()["original"].located(tensors)
+    ours = slopes(at.encoder, [jaxenc.VisionItem(*item) for item in at.items], weights)
+    named = dict(mapping.export(flatten(jax.tree.map(np.asarray, ours))))
+    assert named.keys() == tensors.keys()
+    assert_slopes_equal(named, at.original.gradients(at.items, weights))
 
 
 @every_family
@@ -155,8 +170,47 @@ def test_positions_are_resampled_from_corner_to_corner() -> None:
     avoids("qwen3_vl", QwenAlter(align_corners=False), on=EVERY)
 
 
-def test_positions_are_in_the_order_of_the_patches() -> None:
-    avoids("qwen3_vl", QwenAlter(positions="rows"), on=[SQUARE, WIDE, CLIP, LARGE, TALL])
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_positions_are_in_the_order_of_the_patches(family: str) -> None:
+    avoids(family, QwenAlter(positions="rows"), on=[SQUARE, WIDE, CLIP, LARGE, TALL])
+
+
+@pytest.mark.parametrize(
+    ("resample", "on"),
+    [
+        (partial(resample_taps, align_corners=True), EVERY),
+        (partial(resample_taps, a=-0.5), EVERY),
+        # no tap of the smallest grid's is beyond the table
+        (partial(resample_taps, border="renormalise"), [SQUARE, WIDE, CLIP, LARGE, TALL]),
+        (partial(resample_bicubic, antialias=True), [SQUARE, WIDE, CLIP, SMALLEST_CLIP, TALL]),
+    ],
+    ids=["corners", "a", "border", "antialias"],
+)
+def test_glms_positions_are_resampled_by_cubics(resample: Callable[..., Any], on: list[int]) -> None:
+    avoids("glm4v", QwenAlter(resample=resample), on=on)
+
+
+def test_glms_patches_are_normalised_before_positions_are_added() -> None:
+    def mistake(tower: Any) -> None:
+        norm, embeddings = tower.post_conv_layernorm, tower.embeddings
+        tower.post_conv_layernorm = nn.Identity()
+        embeddings.forward = lambda *given: norm(type(embeddings).forward(embeddings, *given))
+
+    avoids("glm4v", QwenAlter(model=mistake), on=EVERY)
+
+
+def test_glm_merges_patches_row_by_row() -> None:
+    def mistake(tower: Any) -> None:
+        tower.downsample.weight.data = tower.downsample.weight.data.transpose(2, 3)
+
+    avoids("glm4v", QwenAlter(model=mistake), on=EVERY)
+
+
+def test_glms_merger_has_silu_in_its_mlp() -> None:
+    def mistake(tower: Any) -> None:
+        tower.merger.act_fn = nn.GELU()
+
+    avoids("glm4v", QwenAlter(model=mistake), on=EVERY)
 
 
 def test_deepstack_merges_what_leaves_the_named_blocks() -> None:
@@ -185,20 +239,21 @@ def test_blocks_have_their_own_activation(family: str) -> None:
 @every_other
 def test_mergers_have_the_erf_gelu(family: str) -> None:
     def mistake(tower: Any) -> None:
-        if hasattr(tower.merger, "act_fn"):
-            tower.merger.act_fn = nn.GELU("tanh")
-        else:
+        if hasattr(tower.merger, "mlp"):
             tower.merger.mlp[1] = nn.GELU("tanh")
+        else:
+            setattr(tower.merger, "act1" if family == "glm4v" else "act_fn", nn.GELU("tanh"))
 
     avoids(family, QwenAlter(model=mistake), on=EVERY)
 
 
-def test_the_gate_is_what_the_activation_is_applied_to() -> None:
+@pytest.mark.parametrize(("family", "where"), [("qwen2_5_vl", "blocks"), ("glm4v", "blocks"), ("glm4v", "merger")])
+def test_the_gate_is_what_the_activation_is_applied_to(family: str, where: str) -> None:
     def mistake(tower: Any) -> None:
-        for block in tower.blocks:
-            block.mlp.gate_proj, block.mlp.up_proj = block.mlp.up_proj, block.mlp.gate_proj
+        for mlp in [block.mlp for block in tower.blocks] if where == "blocks" else [tower.merger]:
+            mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
 
-    avoids("qwen2_5_vl", QwenAlter(model=mistake), on=EVERY)
+    avoids(family, QwenAlter(model=mistake), on=EVERY)
 
 
 @pytest.mark.parametrize("whole", [[], [0], [0, 1, 2]], ids=["none", "another", "all"])
@@ -225,11 +280,14 @@ def test_rows_come_out_in_merge_order_and_not_window_by_window() -> None:
     assert_avoided([at.ours[LARGE]], [rows], [rows[by_window]])
 
 
-FAINT = ("patch_embed", "pos_embed", ".attn.proj", ".mlp.fc2", ".mlp.linear_fc2", ".mlp.down_proj")
+FAINT = (
+    *("patch_embed", "pos_embed", "position_embedding", "post_conv_layernorm", "downsample"),
+    *(".attn.proj", ".mlp.fc2", ".mlp.linear_fc2", ".mlp.down_proj"),
+)
 
 
 @every_other
-def test_every_norms_epsilon_is_1e_6(family: str, tmp_path: Path) -> None:
+def test_every_norm_has_its_epsilon(family: str, tmp_path: Path) -> None:
     # activations of a standard deviation of about sqrt(1e-6) reach every norm
     checkpoint = MAKERS[family](scales=dict.fromkeys(FAINT, 1e-3))
     original, item = Qwen(family, checkpoint), (image_patches((1, 6, 8), patch=4, frames=2), (1, 6, 8))
@@ -241,14 +299,16 @@ def test_every_norms_epsilon_is_1e_6(family: str, tmp_path: Path) -> None:
     ]
     if family == "qwen3_vl":
         parts.append(lambda tower: [tower.deepstack_merger_list])
+    if family == "glm4v":
+        parts += [lambda tower: [tower.post_conv_layernorm], lambda tower: [tower.post_layernorm]]
     for part in parts:
-        mistake = QwenAlter(model=partial(_use_epsilon, part))
+        mistake = QwenAlter(model=partial(_use_epsilon, part, 1e-6 if family == "glm4v" else 1e-5))
         assert_avoided(rows, truth, original.run([item], alter=mistake).rows)
 
 
-def _use_epsilon(part: Callable[[Any], Any], tower: Any) -> None:
+def _use_epsilon(part: Callable[[Any], Any], eps: float, tower: Any) -> None:
     for module in part(tower):
         for norm in module.modules():
             for name in ("eps", "variance_epsilon"):
                 if hasattr(norm, name):
-                    setattr(norm, name, 1e-5)
+                    setattr(norm, name, eps)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tests.parity.compare import (
     assert_float32_equal,
     max_error,
 )
+from tests.parity.gradients import assert_slopes_equal, slopes
 from tests.parity.references import Encoded, resample_bicubic, resample_taps, use_activation, use_epsilon
 from tests.parity.vit_originals import KINDS, Alter, Item, Original
 
@@ -186,26 +186,11 @@ def test_bfloat16_is_as_good_as_the_originals(subject: Subject) -> None:
 @pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant"], indirect=True)
 def test_gradients_are_the_originals_and_go_back_to_its_names(subject: Subject) -> None:
     encoder, items = subject.encoder, subject.items
-    batch = encoder.pack([jaxenc.VisionItem(*item) for item in items])
-    slots = batch.rows
     rng = np.random.default_rng(5)
     weights = [rng.standard_normal(rows.shape) for rows in subject.truth.rows]
-    expected = subject.original.gradients(items, weights)
-    placed = np.zeros((*slots.item.shape, weights[0].shape[1]), np.float32)
-    for i, weight in enumerate(weights):
-        placed[slots.item == i] = weight[slots.index[slots.item == i]]
-
-    # the same program, with less time spent on its machine code
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def slopes(params: Any) -> Any:
-        return jax.grad(lambda params: jnp.sum(encoder.apply(params, batch) * placed))(params)
-
-    ours = subject.tensors_of(slopes(encoder.params))
+    ours = subject.tensors_of(slopes(encoder, [jaxenc.VisionItem(*item) for item in items], weights))
     assert len(ours) >= 9 * encoder.config.transformer.layers
-    for name, slope in ours.items():
-        # what all keys have in common moves no score: that gradient is rounding, beside the queries'
-        scale = np.abs(expected[name.replace("k_proj.bias", "q_proj.bias")]).max()
-        assert np.abs(slope - expected[name]).max() <= 2e-5 * scale, name
+    assert_slopes_equal(ours, subject.original.gradients(items, weights))
 
 
 # Layouts and meshes

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ import numpy as np
 from safetensors import safe_open
 
 from tests.parity.checkpoints import (
+    MAKERS,
     AudioSizes,
     Checkpoint,
     KimiSizes,
+    QwenSizes,
     WhisperSizes,
     image_patches,
     kimi_k25,
@@ -37,6 +40,8 @@ from tests.parity.vit_checkpoints import VitSizes, dinov2, llava, pictures, pict
 
 FOLDER = Path(__file__).parent
 GRIDS = ((1, 8, 8), (2, 2, 2), (1, 4, 6), (4, 6, 10), (3, 12, 4), (1, 20, 14), (1, 16, 16))
+# the sides of Qwen2.5-VL's windows are 8, and of the tables of positions 12
+QWEN_GRIDS = ((1, 4, 6), (2, 2, 2), (1, 8, 8), (3, 4, 6), (1, 14, 10))
 FRAMES = (230, 61, 100, 1750, 333, 37, 99)
 PICTURES = ((5, 5), (7, 3), (2, 4))
 WITH_HIDDEN = 2  # items whose blocks' outputs are kept, the first ones
@@ -50,6 +55,8 @@ class Case:
     items: Callable[[], list[Any]]
 
 
+QWEN_SIZES = QwenSizes(head_dim=8, mlp=64, text=24)
+
 CASES = {
     # a table of 16 x 16 keeps the checkpoint small; the grids need more rows than that, fewer, and just as many
     "kimi_k25": Case(
@@ -60,6 +67,13 @@ CASES = {
         lambda: qwen3_omni_audio(AudioSizes(heads=10, head_dim=4), seed=7),
         lambda: [log_mel(frames, seed=7) for frames in FRAMES],
     ),
+    **{
+        name: Case(
+            partial(MAKERS[name], QWEN_SIZES, seed=7),
+            lambda: [(image_patches(grid, seed=7, patch=QWEN_SIZES.patch, frames=2), grid) for grid in QWEN_GRIDS],
+        )
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_vision", "glm4v")
+    },
     "whisper": Case(
         lambda: whisper(WhisperSizes(), seed=7),
         lambda: [log_mel(2 * WhisperSizes().positions, bins=WhisperSizes().mel, seed=seed) for seed in (7, 8)],
@@ -78,7 +92,7 @@ class Values:
 
     Attributes:
         checkpoint: weights and configs; `write` saves them as published.
-        items: (patches [t*h*w, 588], (t, h, w)) each, or log-mels [bins, frames].
+        items: (patches [t*h*w, features], (t, h, w)) each, or log-mels [bins, frames].
         rows: what comes out of each [rows, dim], float64.
         hidden: of the first items, the residual stream [layers + 1, tokens, embed], float64: what enters the first
             block, then what leaves each.
