@@ -125,6 +125,10 @@ def _qwen(c: Any) -> QwenSizes:
     return QwenSizes(c.layers, c.heads, c.head_dim, c.mlp, c.patch, text=c.out, **extent)
 
 
+def _glm(c: Any) -> QwenSizes:
+    return replace(_qwen(c), mlp=c.merger_mlp)
+
+
 def _pooled(c: Any) -> PooledSizes:
     return PooledSizes(c.layers, c.heads, c.head_dim, c.mlp, c.mel, c.positions, output=c.out)
 
@@ -156,6 +160,7 @@ SUBJECTS = {
         Subject("qwen2_5_vl:7b", "qwen2_5_vl", checkpoints.qwen2_5_vl, _qwen, QwenSizes(mlp=96)),
         Subject("qwen3_vl:8b", "qwen3_vl", checkpoints.qwen3_vl, _qwen, QwenSizes(mlp=96)),
         Subject("qwen3_omni_vision", "qwen3_omni_vision", checkpoints.qwen3_omni_vision, _qwen, QwenSizes(mlp=96)),
+        Subject("glm4v:9b", "glm4v", checkpoints.glm4v, _glm, QwenSizes(mlp=96)),
         Subject("whisper:large-v3", "whisper", checkpoints.whisper, _whisper, WhisperSizes(positions=1500)),
         Subject("qwen2_audio", "qwen2_audio", checkpoints.qwen2_audio, _pooled, PooledSizes(positions=1500)),
         Subject(

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ NAMES = tuple(CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_rows_are_the_files(name: str, tmp_path: Path) -> None:
     values = load(name)
-    tower = "vision" if isinstance(values.items[0], tuple) else "audio"
+    items = list(map(item_of, values.items))
+    tower = "vision" if isinstance(items[0], jaxenc.VisionItem) else "audio"
     encoder = jaxenc.load(values.checkpoint.write(tmp_path), tower=tower, dtype="float32")
-    items = [jaxenc.VisionItem(*item) if isinstance(item, tuple) else jaxenc.AudioItem(item) for item in values.items]
     assert_float32_equal(encoder.encode_items(items), values.rows)
+
+
+def item_of(given: Any) -> jaxenc.VisionItem | jaxenc.AudioItem:
+    array, size = given if isinstance(given, tuple) else (given, None)
+    return jaxenc.VisionItem(array, size) if isinstance(size, tuple) else jaxenc.AudioItem(array, frames=size)
 
 
 def test_files_are_small() -> None:

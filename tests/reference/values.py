@@ -28,11 +28,15 @@ from tests.parity.checkpoints import (
     AudioSizes,
     Checkpoint,
     KimiSizes,
+    PooledSizes,
     QwenSizes,
     WhisperSizes,
     image_patches,
     kimi_k25,
     log_mel,
+    qwen2_5_omni_audio,
+    qwen2_audio,
+    qwen3_asr_audio,
     qwen3_omni_audio,
     whisper,
 )
@@ -77,6 +81,17 @@ CASES = {
     "whisper": Case(
         lambda: whisper(WhisperSizes(), seed=7),
         lambda: [log_mel(2 * WhisperSizes().positions, bins=WhisperSizes().mel, seed=seed) for seed in (7, 8)],
+    ),
+    "qwen2_audio": Case(
+        lambda: qwen2_audio(PooledSizes(), seed=7),
+        lambda: [(log_mel(2 * PooledSizes().positions, bins=16, seed=frames), frames) for frames in (120, 37)],
+    ),
+    "qwen2_5_omni_audio": Case(
+        lambda: qwen2_5_omni_audio(PooledSizes(positions=20), seed=7),
+        lambda: [log_mel(frames, bins=16, seed=7) for frames in (95, 40, 37)],
+    ),
+    "qwen3_asr_audio": Case(
+        lambda: qwen3_asr_audio(AudioSizes(heads=7), seed=7), lambda: [log_mel(frames, seed=7) for frames in (230, 61)]
     ),
     "llava": Case(lambda: llava(seed=7), lambda: pictures(VitSizes())),
     "siglip": Case(lambda: siglip(seed=7), lambda: pictures(VitSizes())),
