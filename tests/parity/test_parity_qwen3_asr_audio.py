@@ -7,7 +7,7 @@ import pytest
 
 import jaxenc
 from tests.parity.checkpoints import AudioSizes, Checkpoint, log_mel, qwen3_asr_audio, qwen3_omni_audio
-from tests.parity.compare import assert_avoided, assert_float32_equal, max_error
+from tests.parity.compare import assert_avoided, assert_bfloat16_as_good, assert_float32_equal, max_error
 from tests.parity.references import AudioAlter, Encoded, Qwen3AsrAudio, Qwen3OmniAudio
 
 SIZES = AudioSizes(heads=7)  # of 14, seven a device of two
@@ -52,6 +52,13 @@ def test_float32_rows_are_the_originals(
     encoder = jaxenc.load(folder, dtype="float32")
     assert encoder.config.family == "qwen3_asr_audio"
     assert_float32_equal(encode(encoder, items), truth.rows)
+
+
+def test_bfloat16_is_as_good(
+    checkpoint: Checkpoint, original: Qwen3AsrAudio, items: list[np.ndarray], truth: Encoded, tmp_path: Path
+) -> None:
+    rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="bfloat16"), items)
+    assert_bfloat16_as_good(rows, original.run(items, dtype="bfloat16").rows, truth.rows)
 
 
 def test_a_short_clip_alone_is_padded_to_100_frames(
