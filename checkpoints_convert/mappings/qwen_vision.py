@@ -82,7 +82,7 @@ def mappings(
     block, head_dim = prefix + "blocks.{layer}.", embed // heads
 
     def scale(target: str, source: str, size: int) -> tuple[Entry, ...]:
-        return norm(target, source, size)[: 1 + norm_bias]
+        return norm(target, source, size, bias=norm_bias)
 
     def merger(target: str, source: str, normed: int, layers: int | None = None) -> tuple[Entry, ...]:
         width = group * embed

@@ -16,6 +16,7 @@ from jaxenc.layers.transformer import TransformerConfig
 from jaxenc.models import (
     clip,
     dinov2,
+    internvit,
     kimi_k25,
     qwen2_5_omni_audio,
     qwen2_5_vl,
@@ -116,6 +117,7 @@ FAMILIES = {
         siglip,
         siglip2,
         dinov2,
+        internvit,
         qwen2_vl,
         qwen2_5_vl,
         qwen3_vl,

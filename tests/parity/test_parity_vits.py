@@ -1,4 +1,5 @@
-"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP and DINOv2, and who has them."""
+"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP, DINOv2 and InternViT, and who has
+them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ class Model:
 CLIP_NORMS = ("layer_norm1", "layer_norm2", "pre_layrnorm")
 SIGLIP_NORMS = ("layer_norm1", "layer_norm2")
 DINOV2_NORMS = ("norm1", "norm2", "layernorm")
+INTERN_NORMS = ("layernorm_before", "layernorm_after")
+# heads that no mesh here divides
+INTERN_6B = tiny.VitSizes(heads=5, head_dim=8)
 DINOV2_PICTURES = tiny.pictures_of(GRIDS, patch=14)
 MODELS = {
     "clip": Model("clip", tiny.clip, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
@@ -104,6 +108,28 @@ MODELS = {
     "dinov2": Model("dinov2", tiny.dinov2, DINOV2_PICTURES, "gelu", DINOV2_NORMS, 1e-6, 1e-5),
     "dinov2 giant": Model(
         "dinov2", partial(tiny.dinov2, gated=True), DINOV2_PICTURES, "silu", DINOV2_NORMS, 1e-6, 1e-5
+    ),
+    "internvl": Model("internvl", tiny.internvit, tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5),
+    "internvl 6b": Model(
+        "internvl",
+        partial(tiny.internvit, INTERN_6B, big=True),
+        tiny.tiles(SIZES),
+        "gelu",
+        INTERN_NORMS,
+        1e-6,
+        1e-5,
+    ),
+    "internvit": Model(
+        "internvit", partial(tiny.internvit, text=None), tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5
+    ),
+    "internvit 6b": Model(
+        "internvit",
+        partial(tiny.internvit, INTERN_6B, big=True, text=None),
+        tiny.tiles(SIZES),
+        "gelu",
+        INTERN_NORMS,
+        1e-6,
+        1e-5,
     ),
 }
 every_model = pytest.mark.parametrize("subject", MODELS, indirect=True)
@@ -183,7 +209,7 @@ def test_bfloat16_is_as_good_as_the_originals(subject: Subject) -> None:
     assert_bfloat16_as_good(rows, original, subject.truth.rows)
 
 
-@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant"], indirect=True)
+@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant", "internvl", "internvl 6b"], indirect=True)
 def test_gradients_are_the_originals_and_go_back_to_its_names(subject: Subject) -> None:
     encoder, items = subject.encoder, subject.items
     batch = encoder.pack([jaxenc.VisionItem(*item) for item in items])
@@ -246,11 +272,13 @@ def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((1, 3), {"attention": "pad", "mlp": "pad"}), ((2, 4), "tensor"), ((2, 4), "data")], ids=str
 )
-@pytest.mark.parametrize("subject", ["llava", "siglip", "paligemma", "dinov2 giant"], indirect=True)
+@pytest.mark.parametrize(
+    "subject", ["llava", "siglip", "paligemma", "dinov2 giant", "internvl 6b", "internvit"], indirect=True
+)
 def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
     mesh = jaxenc.make_mesh(data=shape[0], model=shape[1])
     encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
-    tokens = sum(encoder.config.pieces(jaxenc.VisionItem(*item))[0] for item in subject.items)
+    tokens = sum(sum(encoder.config.pieces(jaxenc.VisionItem(*item))) for item in subject.items)
     # the last has whole pictures in it, and pictures that are spread over rows
     *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 30)
     assert_float32_equal(encode(single, subject.items), subject.rows)
@@ -263,7 +291,9 @@ def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], s
 def test_epsilon_is_the_published_one(subject: Subject, tmp_path: Path) -> None:
     # activations of a standard deviation of about sqrt(1e-5) or less reach every norm
     eps = subject.model.eps
-    faint = dict.fromkeys(("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "fc2"), eps**0.5)
+    faint = dict.fromkeys(
+        ("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "projection_layer", "fc2"), eps**0.5
+    )
     checkpoint = subject.model.make(scales=faint | {"weights_out": eps**0.5})
     original = Original(subject.original.kind, checkpoint)
     rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), subject.items)
@@ -293,7 +323,7 @@ def test_blocks_have_the_published_activation(subject: Subject) -> None:
         subject.avoids(mistake(name))
 
 
-@pytest.mark.parametrize("subject", ["clip", "llava", "dinov2"], indirect=True)
+@pytest.mark.parametrize("subject", ["clip", "llava", "dinov2", "internvl"], indirect=True)
 def test_the_class_token_has_the_first_position(subject: Subject) -> None:
     def last(model: nn.Module) -> None:
         embeddings = subject.tower(model).embeddings
