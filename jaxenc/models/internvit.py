@@ -121,7 +121,7 @@ class Config(Vit):
         )
         if "vision_config" not in config:
             return tower
-        return as_in_internvl(tower, as_transformers_says(config) if theirs else config)
+        return as_in_internvl(tower, as_transformers_says(config, image=tower.image) if theirs else config)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
         """PyTorch's keys for the parameters, by layout."""
@@ -151,16 +151,20 @@ def square(size: Any, key: str) -> Any:
     return size[0]
 
 
-def as_transformers_says(config: Mapping[str, Any]) -> dict[str, Any]:
+def as_transformers_says(config: Mapping[str, Any], *, image: int) -> dict[str, Any]:
     """What the rest of transformers' config.json would say in place of this one of OpenGVLab's.
+
+    Args:
+        config: OpenGVLab's.
+        image: side of the pictures that the tower reads, pixels.
 
     Raises:
         ConfigError: pictures or their patches are arranged otherwise.
     """
-    image = config["vision_config"].get("image_size", THEIR_DEFAULTS["image_size"])
     known = {"ps_version": "v2", "use_thumbnail": True, "min_dynamic_patch": 1, "force_image_size": image}
     # a model that says nothing of its version has the first one, which transposes the picture
-    require("internvit", {"ps_version": "v1", **config}, known)
+    config = with_defaults({"ps_version": "v1"}, config)
+    require("internvit", config, known)
     return {
         "downsample_ratio": config.get("downsample_ratio", 0.5),
         "text_config": config.get("llm_config"),
