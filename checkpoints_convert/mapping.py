@@ -372,12 +372,10 @@ def top_level(names: Iterable[str]) -> dict[str, int]:
     return dict(Counter(name.split(".")[0] for name in names).most_common())
 
 
-def norm(target: str, source: str, size: int) -> tuple[Entry, ...]:
-    """Scale and bias of a LayerNorm over `size` channels."""
-    return (
-        Entry(f"{target}/scale", f"{source}.weight", stored=(size,)),
-        Entry(f"{target}/bias", f"{source}.bias", stored=(size,)),
-    )
+def norm(target: str, source: str, size: int, *, bias: bool = True) -> tuple[Entry, ...]:
+    """Scale and bias of a LayerNorm over `size` channels; of an RMSNorm, which has no bias, the scale."""
+    scale = Entry(f"{target}/scale", f"{source}.weight", stored=(size,))
+    return (scale, Entry(f"{target}/bias", f"{source}.bias", stored=(size,)))[: 1 + bias]
 
 
 def linear(

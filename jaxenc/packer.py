@@ -220,6 +220,11 @@ class _Bin:
     cost: float
     pieces: list[_Piece]
 
+    @property
+    def spread(self) -> int:
+        """Tokens that are spread: where they are no whole number of units, the last unit counts as one."""
+        return -(-self.tokens // self.unit) * self.unit
+
     def cut(self, start: int, stop: int, *, row: int, offset: int) -> Iterator[Placed]:
         """Where a range of its tokens goes."""
         before = 0
@@ -298,7 +303,7 @@ class _Room:
 
         Rows differ by no more than the largest unit, since what is left over goes to those that have least.
         """
-        size, unit = (one.tokens, one.unit) if one else (0, 0)
+        size, unit = (one.spread, one.unit) if one else (0, 0)
         rows, largest, divisor = self.budget.rows, max(self.largest, unit), math.gcd(self.divisor, unit)
         return (self.tokens + size + largest * (rows - 1)) // rows // divisor * divisor if divisor else 0
 
@@ -309,7 +314,7 @@ class _Room:
     def add(self, one: _Bin) -> None:
         """One more."""
         self.bins += 1
-        self.tokens += one.tokens
+        self.tokens += one.spread
         self.cost += one.cost
         self.largest, self.divisor = max(self.largest, one.unit), math.gcd(self.divisor, one.unit)
 

@@ -16,7 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxenc
 from jaxenc.encoder import Encoder
 from jaxenc.layers.transformer import unrolled
-from jaxenc.models import clip, dinov2, glm4v, kimi_k25, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
+from jaxenc.models import (
+    clip,
+    dinov2,
+    glm4v,
+    internvit,
+    kimi_k25,
+    qwen2_5_vl,
+    qwen3_omni_audio,
+    qwen3_vl,
+    siglip,
+    whisper,
+)
 from jaxenc.packing import Budget
 
 # Wide enough that norms, activations and softmax, which are not counted as work, stay below 5 % of what is
@@ -27,6 +38,8 @@ WHISPER = whisper.Config(2, 512, 8, 2048, positions=128)
 LLAVA = replace(clip.VARIANTS["large-336"], layers=2, embed=512, heads=8, mlp=2048, image=112, hidden=512, out=512)
 PALIGEMMA = replace(siglip.VARIANTS["paligemma-224"], layers=2, embed=512, heads=8, mlp=2048, out=512)
 GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536, image=112)
+# norms of queries and keys over all heads; tiles of 256 patches and a class token, of which 260 and 288 hold one each
+INTERN = replace(internvit.VARIANTS["6b"], layers=2, embed=512, heads=8, mlp=2048, image=224, hidden=512, out=512)
 # one merger for the rows, and one for each block
 DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=8, out=512, deepstack=(0, 1))
 # a merger that exchanges sums twice
@@ -46,6 +59,7 @@ BUDGETS = {
     "clip": {"rows": Budget(260, 8)},
     "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
     "dinov2": {"rows": Budget(128, 8), "both": Budget(128, 8, 128)},
+    "internvit": {"rows": Budget(260, 8), "both": Budget(260, 8, 36)},
 }
 
 MIXED = {"attention": "replicate", "mlp": "tensor"}
@@ -57,10 +71,14 @@ NARROW_QWEN = replace(QWEN, embed=620)
 # 18 heads become 20 on 4 devices, in keys and values that are gathered too
 QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
+# as many heads as the published one's, which become 28
+ODD_INTERN = replace(INTERN, embed=600, heads=25)
+
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK, GLM) else "odd-"
+    regular = (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, INTERN, DEEPSTACK, GLM)
+    odd = "" if config in regular else "odd-"
     name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
@@ -85,6 +103,8 @@ CASES = [
         (LLAVA, (2, 4), ("tensor", "data"), ("rows",)),
         (PALIGEMMA, (2, 4), ("tensor", "data"), ("both",)),
         (GIANT, (2, 4), ("tensor",), ("rows", "both")),
+        (INTERN, (2, 4), ("tensor", "data"), ("rows", "both")),
+        (ODD_INTERN, (2, 4), (PADDED_HEADS,), ("both",)),
         (DEEPSTACK, (2, 4), ("tensor", "data"), ("both",)),
         (GLM, (1, 8), ("hybrid", MIXED), ("rows",)),
         (GLM, (2, 4), ("tensor", "data"), ("both",)),

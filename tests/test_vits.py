@@ -10,8 +10,8 @@ import pytest
 
 import jaxenc
 from jaxenc import ConfigError, InputError
-from jaxenc.models import clip, dinov2, named_config, published_configs, siglip, siglip2
-from jaxenc.preprocess.images import naflex_size
+from jaxenc.models import clip, dinov2, internvit, named_config, published_configs, siglip, siglip2
+from jaxenc.preprocess.images import naflex_size, tile_grid
 from tests import equality
 
 # config.json as published, without what no tower depends on
@@ -99,9 +99,109 @@ DINOV2_GIANT = DINOV2_SMALL | {
     "num_hidden_layers": 40,
     "use_swiglu_ffn": True,
 }
+# OpenGVLab/InternVL3-8B
+INTERNVL = {
+    "model_type": "internvl_chat",
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 448,
+    "llm_config": {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28},
+    "max_dynamic_patch": 12,
+    "min_dynamic_patch": 1,
+    "pad2square": False,
+    "ps_version": "v2",
+    "select_layer": -1,
+    "template": "internvl2_5",
+    "use_thumbnail": True,
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "drop_path_rate": 0.1,
+        "dropout": 0.0,
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "image_size": 448,
+        "initializer_factor": 0.1,
+        "initializer_range": 1e-10,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-06,
+        "model_type": "intern_vit_6b",
+        "norm_type": "layer_norm",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "qk_normalization": False,
+        "qkv_bias": True,
+        "use_flash_attn": True,
+    },
+}
+# OpenGVLab/InternVL3-78B
+INTERNVL_6B = INTERNVL | {
+    "llm_config": {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80},
+    "vision_config": INTERNVL["vision_config"]
+    | {
+        "hidden_size": 3200,
+        "intermediate_size": 12800,
+        "norm_type": "rms_norm",
+        "num_attention_heads": 25,
+        "num_hidden_layers": 45,
+        "qk_normalization": True,
+        "qkv_bias": False,
+    },
+}
+# OpenGVLab/InternVL3-8B-hf
+INTERNVL_HF = {
+    "model_type": "internvl",
+    "downsample_ratio": 0.5,
+    "image_seq_length": 256,
+    "image_token_id": 151667,
+    "projector_hidden_act": "gelu",
+    "text_config": {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28},
+    "vision_config": {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "dropout": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "hidden_size": 1024,
+        "image_size": [448, 448],
+        "initializer_factor": 0.1,
+        "initializer_range": 1e-10,
+        "intermediate_size": 4096,
+        "layer_norm_eps": 1e-06,
+        "layer_scale_init_value": 0.1,
+        "model_type": "internvl_vision",
+        "norm_type": "layer_norm",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": [14, 14],
+        "projection_dropout": 0.0,
+        "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+        "use_mean_pooling": True,
+        "use_qk_norm": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
+# OpenGVLab/InternVL3-78B-hf
+INTERNVL_6B_HF = INTERNVL_HF | {
+    "text_config": {"model_type": "qwen2", "hidden_size": 8192, "num_hidden_layers": 80},
+    "vision_config": INTERNVL_HF["vision_config"]
+    | {
+        "attention_bias": False,
+        "hidden_size": 3200,
+        "intermediate_size": 12800,
+        "norm_type": "rms_norm",
+        "num_attention_heads": 25,
+        "num_hidden_layers": 45,
+        "use_qk_norm": True,
+    },
+}
 VARIANTS = [
-    f"{family}:{variant}"
-    for family, module in (("clip", clip), ("siglip", siglip), ("siglip2", siglip2), ("dinov2", dinov2))
+    f"{module.Config.family}:{variant}"
+    for module in (clip, siglip, siglip2, dinov2, internvit)
     for variant in module.VARIANTS
 ]
 
@@ -121,6 +221,17 @@ VARIANTS = [
         (DINOV2_SMALL, "dinov2"),
         (DINOV2_GIANT, "dinov2:giant"),
         (DINOV2_GIANT | {"mlp_ratio": None, "layer_norm_eps": None}, "dinov2:giant"),
+        (INTERNVL, "internvit"),
+        (INTERNVL_HF, "internvit"),
+        (INTERNVL_6B, "internvit:6b"),
+        (INTERNVL_6B_HF, "internvit:6b"),
+        (INTERNVL["vision_config"], "internvit:300m-tower"),
+        (INTERNVL_HF["vision_config"], "internvit:300m-tower"),
+        (INTERNVL_6B["vision_config"], "internvit:6b-tower"),
+        (INTERNVL_6B_HF["vision_config"], "internvit:6b-tower"),
+        # the classes' own defaults: transformers' are the small one's, OpenGVLab's the big one's
+        ({"model_type": "internvl_vision", "attention_bias": True}, "internvit:300m-tower"),
+        ({"model_type": "intern_vit_6b", "num_hidden_layers": 45, "image_size": 448}, "internvit:6b-tower"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -138,6 +249,42 @@ def test_a_llava_of_siglip_is_siglips():
     (config,) = published_configs(llava, name="config.json")
     assert (config.family, config.layers, config.skipped) == ("siglip", 27, 0)
     assert (config.first_row, config.final_norm, config.out) == (0, False, 4096)
+
+
+def test_internvits_sizes_are_the_published_ones():
+    small, big = named_config("internvit"), named_config("internvit:6b")
+    assert (small.layers, small.embed, small.heads, small.mlp, small.norm) == (24, 1024, 16, 4096, "layer")
+    assert (big.layers, big.embed, big.heads, big.mlp, big.norm) == (45, 3200, 25, 12_800, "rms")
+    assert (small.head_norm, small.qkv_bias) == (False, True)
+    assert (big.head_norm, big.qkv_bias) == (True, False)
+    assert (small.head_dim, big.head_dim) == (64, 128)
+    for config in (small, big):
+        assert (config.side, config.positions, config.eps, config.layer_scale) == (32, 1025, 1e-6, True)
+        assert (config.merge, config.first_row, config.final_norm) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "tiles"),
+    [
+        (INTERNVL, 12),
+        (INTERNVL | {"max_dynamic_patch": 6}, 6),
+        (INTERNVL | {"dynamic_image_size": False}, 1),
+        (INTERNVL_HF, 12),
+    ],
+    ids=["12", "6", "1", "transformers"],
+)
+def test_internvls_tiles_are_as_many_as_its_config_says(config, tiles):
+    (made,) = published_configs(config, name="config.json")
+    assert made == replace(named_config("internvit"), tiles=tiles)
+    assert made.typical_tokens == 1025 * {12: 13, 6: 7, 1: 1}[tiles]
+
+
+@pytest.mark.parametrize(
+    "config", [INTERNVL | {"select_layer": -4}, INTERNVL_HF | {"vision_feature_layer": 21}], ids=["", "hf"]
+)
+def test_blocks_after_internvls_layer_are_skipped(config):
+    (made,) = published_configs(config, name="config.json")
+    assert (made.layers, made.skipped) == (21, 3)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +307,20 @@ def test_a_llava_of_siglip_is_siglips():
         ({"model_type": "siglip2", "vision_config": {"patch_size": [16, 16]}}, r"patch_size is \[16, 16\]"),
         (DINOV2_SMALL | {"num_channels": 4}, "num_channels is 4"),
         (LLAVA | {"vision_config": {"model_type": "pixtral"}}, "model_type is 'llava'; known are"),
+        (INTERNVL | {"ps_version": "v1"}, "ps_version is 'v1', this encoder computes 'v2'"),
+        ({k: v for k, v in INTERNVL.items() if k != "ps_version"}, "ps_version is 'v1'"),
+        (INTERNVL | {"downsample_ratio": 0.25}, "downsample_ratio is 0.25"),
+        (INTERNVL | {"force_image_size": 224}, "force_image_size is 224, this encoder computes 448"),
+        (INTERNVL | {"use_thumbnail": False}, "use_thumbnail is False"),
+        (INTERNVL | {"min_dynamic_patch": 2}, "min_dynamic_patch is 2"),
+        (INTERNVL | {"max_dynamic_patch": 0}, "max_dynamic_patch is 0"),
+        (INTERNVL | {"select_layer": 0}, "vision_feature_layer is 0"),
+        (INTERNVL_HF | {"vision_feature_select_strategy": "full"}, "select_strategy is 'full'"),
+        (INTERNVL_HF["vision_config"] | {"image_size": [448, 224]}, r"image_size is \[448, 224\]; only squares"),
+        (INTERNVL_HF["vision_config"] | {"image_size": 0}, "image_size is 0; a whole number"),
+        (INTERNVL_HF["vision_config"] | {"norm_type": "batch"}, "norm_type is 'batch'; known are layer_norm, rms_norm"),
+        (INTERNVL_HF["vision_config"] | {"use_mean_pooling": False}, "use_mean_pooling is False"),
+        (INTERNVL_HF | {"vision_config": {"image_size": 462}}, "33 patches a side are no multiple of 2"),
     ],
     ids=str,
 )
@@ -190,6 +351,8 @@ def test_no_device_does_more_than_its_share(name, devices):
         ("siglip", 729, 730),
         ("siglip:so400m-tower", 729, 729),
         ("dinov2", 257, 257),
+        ("internvit", 13 * 1025, 13 * 256),
+        ("internvit:6b-tower", 1025, 1025),
     ],
 )
 def test_tokens_and_rows_of_a_file(name, tokens, rows):
@@ -211,16 +374,36 @@ def test_items_that_the_tower_cannot_encode_are_refused():
         named_config("clip").check(item((1, 5, 9)))
     with pytest.raises(InputError, match=r"it: a patch has 768 values, expected 588"):
         named_config("clip").check(item((1, 24, 24), 768))
+    named_config("internvit").check(item((13, 32, 32)))
+    with pytest.raises(InputError, match=r"it: the grid is \(2, 24, 24\); this tower reads \(n, 32, 32\)"):
+        named_config("internvit").check(item((2, 24, 24)))
+
+
+def test_a_tile_attends_by_itself_and_becomes_256_rows():
+    config = named_config("internvit")
+    item = jaxenc.VisionItem(np.zeros((3 * 1024, 588), np.float32), (3, 32, 32))
+    assert config.pieces(item) == (1025,) * 3
+    assert (config.item_unit(item), config.output_rows(item)) == (4, 768)
+    assert config.workload([2 * 1025, 7]).tokens == (1025, 1025, 7)
 
 
 # --- padding and batch-mates
 
-SMALL = {"layers": 2, "embed": 24, "heads": 3, "mlp": 40, "patch": 4, "image": 16, "eps": 1e-6, "final_norm": True}
+SMALL = {"layers": 2, "embed": 24, "heads": 3, "mlp": 40, "patch": 4, "image": 16, "eps": 1e-6}
+NORMED = SMALL | {"final_norm": True}
+MERGED = SMALL | {"layer_scale": True, "merge": 2, "first_row": 1, "hidden": 20, "out": 20}
 SUBJECTS = {
-    "clip": (clip.Config(**SMALL, activation="quick_gelu", first_row=1, hidden=20, out=20), [(4, 4)] * 3),
-    "siglip": (siglip.Config(**SMALL, activation="gelu_tanh", pooled=True), [(4, 4)] * 3),
-    "siglip2": (siglip2.Config(**SMALL, activation="gelu_tanh"), [(4, 4), (2, 7), (1, 3)]),
-    "dinov2": (dinov2.Config(**SMALL, activation="silu", gated=True, layer_scale=True), [(4, 4), (2, 7), (5, 6)]),
+    "clip": (clip.Config(**NORMED, activation="quick_gelu", first_row=1, hidden=20, out=20), [(1, 4, 4)] * 3),
+    "siglip": (siglip.Config(**NORMED, activation="gelu_tanh", pooled=True), [(1, 4, 4)] * 3),
+    "siglip2": (siglip2.Config(**NORMED, activation="gelu_tanh"), [(1, 4, 4), (1, 2, 7), (1, 1, 3)]),
+    "dinov2": (
+        dinov2.Config(**NORMED, activation="silu", gated=True, layer_scale=True),
+        [(1, 4, 4), (1, 2, 7), (1, 5, 6)],
+    ),
+    "internvit": (
+        internvit.Config(**MERGED, activation="gelu_erf", norm="rms", head_norm=True),
+        [(1, 4, 4), (3, 4, 4), (2, 4, 4)],
+    ),
 }
 
 
@@ -230,12 +413,13 @@ def test_nothing_in_the_padding_or_beside_a_picture_touches_it(name, shape):
     config, grids = SUBJECTS[name]
     rng = np.random.default_rng(4)
     items = [
-        jaxenc.VisionItem(rng.standard_normal((h * w, 48)).astype(np.float32), (1, h, w), name=f"{i}")
-        for i, (h, w) in enumerate(grids)
+        jaxenc.VisionItem(rng.standard_normal((int(np.prod(grid)), 48)).astype(np.float32), grid, name=f"{i}")
+        for i, grid in enumerate(grids)
     ]
     made = jaxenc.from_config(config, mesh=jaxenc.make_mesh(data=shape[0], model=shape[1]), seed=3)
     # the last has whole pictures in it, and pictures that are spread over rows
-    *_, (_, encoder) = equality.layouts(made, sum(config.pieces(item)[0] for item in items), config.window or 20)
+    tokens = sum(sum(config.pieces(item)) for item in items)
+    *_, (_, encoder) = equality.layouts(made, tokens, config.window or 20)
     batch = encoder.pack(items)
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -268,7 +452,7 @@ def test_nothing_in_the_padding_or_beside_a_picture_touches_it(name, shape):
 
 
 @pytest.mark.parametrize("size", [(480, 640), (640, 427), (224, 224), (37, 501), (513, 512), (90, 31)], ids=str)
-@pytest.mark.parametrize("name", ["clip", "clip:base", "siglip", "siglip:base", "dinov2"])
+@pytest.mark.parametrize("name", ["clip", "clip:base", "siglip", "siglip:base", "dinov2", "internvit:300m-tower"])
 def test_pixels_are_those_of_the_published_processor(name, size):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
@@ -296,6 +480,56 @@ def test_siglip2s_patches_are_those_of_the_published_processor(size):
     np.testing.assert_allclose(item.patches, expected["pixel_values"][0, : len(item.patches)], atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("size", "tiles"),
+    [
+        ((480, 640), 13),
+        ((448, 448), 1),
+        ((700, 700), 5),  # 2 x 2 tiles have less than twice its pixels
+        ((300, 300), 1),
+        ((640, 427), 7),  # 3 x 2
+        ((37, 501), 13),
+        ((1, 1), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("limit", [12, 6])
+def test_internvls_tiles_are_those_of_the_published_processor(size, tiles, limit):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    # preprocessor_config.json of OpenGVLab/InternVL3-8B-hf
+    published = GotOcr2ImageProcessorPil(
+        size={"height": 448, "width": 448},
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
+        crop_to_patches=True,
+        max_patches=limit,
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    (item,) = replace(named_config("internvit"), tiles=limit).read("images", pixels, name="noise")
+    expected = published(pixels, return_tensors="np", input_data_format="channels_last")["pixel_values"]
+    assert item.grid == (len(expected), 32, 32)
+    assert limit < 12 or len(expected) == tiles
+    patches = expected.reshape(-1, 3, 32, 14, 32, 14).transpose(0, 2, 4, 1, 3, 5).reshape(-1, 588)
+    np.testing.assert_allclose(item.patches, patches, atol=2e-6)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 6, 12, 40])
+def test_grids_of_tiles_are_the_published_ones(limit):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as published
+
+    sizes = np.random.default_rng(1).integers(1, 3000, (300, 2)).tolist()
+    # as many pixels as half of a grid's, one more and one less; between two shapes
+    sizes += [(448, 448), (448, 449), (447, 448), (896, 896), (634, 634), (633, 633), (600, 700), (700, 600), (1, 4000)]
+    for height, width in sizes:
+        columns, rows = published.get_optimal_tiled_canvas((height, width), (448, 448), 1, limit)
+        assert tile_grid(height, width, side=448, limit=limit) == (rows, columns)
+
+
 @pytest.mark.parametrize("limit", [100, 256, 1024])
 def test_siglip2s_sizes_are_the_published_ones(limit):
     pytest.importorskip("transformers")
@@ -316,6 +550,13 @@ def processor(name, config):
     side = config.image
     if config.family == "clip":
         return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    if config.family == "internvit":  # preprocessor_config.json of OpenGVLab/InternViT-300M-448px
+        return CLIPImageProcessorPil(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            image_mean=[0.485, 0.456, 0.406],
+            image_std=[0.229, 0.224, 0.225],
+        )
     if config.family == "siglip":
         return SiglipImageProcessorPil(size={"height": side, "width": side})
     # facebook/dinov2-small's preprocessor_config.json

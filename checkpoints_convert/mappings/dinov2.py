@@ -15,9 +15,7 @@ _PUBLISHED = Names(
     position_embed="embeddings.position_embeddings",
     block="encoder.layer.{layer}.",
     attention_norm="norm1",
-    query="attention.attention.query",
-    key="attention.attention.key",
-    value="attention.attention.value",
+    qkv=("attention.attention.query", "attention.attention.key", "attention.attention.value"),
     out="attention.output.dense",
     mlp_norm="norm2",
     up="mlp.fc1",
@@ -42,9 +40,7 @@ def mappings(*, layers: int, gated: bool, **sizes: Any) -> dict[str, Mapping]:
     published = replace(_PUBLISHED, up="mlp.weights_in", down="mlp.weights_out") if gated else _PUBLISHED
     native = replace(
         published,
-        query="attention.q_proj",
-        key="attention.k_proj",
-        value="attention.v_proj",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
         out="attention.o_proj",
         up=("mlp.gate_proj", "mlp.up_proj") if gated else published.up,
         down="mlp.down_proj" if gated else published.down,

@@ -50,8 +50,8 @@ def mappings(
                 norm_bias=False,
                 bias=False,
             ),
-            *norm("patch_norm", f"{PREFIX}post_conv_layernorm", embed)[:1],
-            *norm("projector/norm", f"{PREFIX}post_layernorm", embed)[:1],
+            *norm("patch_norm", f"{PREFIX}post_conv_layernorm", embed, bias=False),
+            *norm("projector/norm", f"{PREFIX}post_layernorm", embed, bias=False),
             # a convolution that does not overlap: its channels go last, as tokens have them
             Entry(
                 "projector/merge/kernel",

@@ -88,7 +88,7 @@ def mappings(
     def merger(target: str, source: str, normed: int, layers: int | None = None) -> tuple[Entry, ...]:
         width = group * embed
         entries = (
-            *norm(f"{target}/norm", f"{source}.{names.merger_norm}", normed)[: 1 + norm_bias],
+            *norm(f"{target}/norm", f"{source}.{names.merger_norm}", normed, bias=norm_bias),
             *linear(f"{target}/up", f"{source}.{names.merger_up}", stored=(width, width)),
             *linear(f"{target}/down", f"{source}.{names.merger_down}", stored=(out, width)),
         )
@@ -155,7 +155,7 @@ def tower(
     block, head_dim = PREFIX + "blocks.{layer}.", embed // heads
 
     def scale(target: str, source: str) -> tuple[Entry, ...]:
-        return norm(f"layers/{target}", block + source, embed)[: 1 + norm_bias]
+        return norm(f"layers/{target}", block + source, embed, bias=norm_bias)
 
     table = Entry("position_embed", f"{PREFIX}{names.positions}.weight", stored=(positions, embed))
     return (

@@ -14,10 +14,8 @@ class Names:
         position_embed: position table.
         block: what stands before a block's names.
         attention_norm: norm before attention.
-        query: projection; so are `key`, `value` and `out`.
-        key: see `query`.
-        value: see `query`.
-        out: see `query`.
+        qkv: layers that queries, keys and values come from: one each, or one that holds all three.
+        out: the layer after attention.
         mlp_norm: norm before the MLP.
         up: layers that go into the MLP: one, or gate and up, or one that holds both.
         down: the layer that comes out.
@@ -25,15 +23,14 @@ class Names:
         pre_norm: norm before the blocks, where there is one.
         final_norm: norm after them, where it is wanted.
         scales: of what attention and MLP add, where they are scaled.
+        head_norms: norms of queries and of keys over all heads, where there are any.
     """
 
     patch_embed: str
     position_embed: str
     block: str
     attention_norm: str
-    query: str
-    key: str
-    value: str
+    qkv: str | tuple[str, str, str]
     out: str
     mlp_norm: str
     up: str | tuple[str, str]
@@ -42,6 +39,7 @@ class Names:
     pre_norm: str | None = None
     final_norm: str | None = None
     scales: tuple[str, str] | None = None
+    head_norms: tuple[str, str] | None = None
 
 
 # CLIP's and SigLIP's
@@ -50,9 +48,7 @@ CLIP_NAMES = Names(
     position_embed="embeddings.position_embedding.weight",
     block="encoder.layers.{layer}.",
     attention_norm="layer_norm1",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.out_proj",
     mlp_norm="layer_norm2",
     up="mlp.fc1",
@@ -72,6 +68,7 @@ def vit_entries(
     patch_bias: bool = True,
     qkv_bias: bool = True,
     gated: bool = False,
+    norm_bias: bool = True,
     unit_axes: int = 0,
     flat_patches: bool = False,
 ) -> tuple[Entry, ...]:
@@ -88,6 +85,7 @@ def vit_entries(
         patch_bias: Whether the layer that embeds patches has a bias.
         qkv_bias: Whether queries, keys and values have one.
         gated: Whether the MLP is gated.
+        norm_bias: Whether the blocks' norms have one: RMS norms have none.
         unit_axes: Axes of size 1 before those of the position table, and of the class token one more.
         flat_patches: Whether the layer that embeds patches is stored as a linear one, not as a convolution.
     """
@@ -107,18 +105,10 @@ def vit_entries(
             stored=(*lead, positions, embed),
             shape=(positions, embed) if lead else None,
         ),
-        *norm("layers/attention_norm", block + names.attention_norm, embed),
-        *(
-            Entry(
-                f"layers/attention/qkv/{ours}",
-                tuple(f"{block}{name}.{theirs}" for name in (names.query, names.key, names.value)),
-                stored=(embed, *rest),
-                shape=(*per_head, *rest),
-            )
-            for ours, theirs, rest in (("kernel", "weight", (embed,)), ("bias", "bias", ()))[: 1 + qkv_bias]
-        ),
+        *norm("layers/attention_norm", block + names.attention_norm, embed, bias=norm_bias),
+        *_qkv(block, names.qkv, embed=embed, per_head=per_head, bias=qkv_bias),
         *linear("layers/attention/out", block + names.out, stored=(embed, embed), shape=(embed, *per_head)),
-        *norm("layers/mlp_norm", block + names.mlp_norm, embed),
+        *norm("layers/mlp_norm", block + names.mlp_norm, embed, bias=norm_bias),
         *_up(block, names.up, embed=embed, mlp=mlp, gated=gated),
         *linear("layers/mlp/down", block + names.down, stored=(embed, mlp)),
     ]
@@ -132,7 +122,34 @@ def vit_entries(
     if names.scales is not None:
         for target, name in zip(("attention_scale", "mlp_scale"), names.scales, strict=True):
             entries.append(Entry(f"layers/{target}", block + name, stored=(embed,)))
+    if names.head_norms is not None:
+        for target, name in zip(("query_norm", "key_norm"), names.head_norms, strict=True):
+            entry = Entry(f"layers/attention/{target}/scale", f"{block}{name}.weight", stored=(embed,), shape=per_head)
+            entries.append(entry)
     return tuple(entries)
+
+
+def _qkv(
+    block: str, qkv: str | tuple[str, str, str], *, embed: int, per_head: tuple[int, int], bias: bool
+) -> tuple[Entry, ...]:
+    if isinstance(qkv, str):
+        return linear(
+            "layers/attention/qkv",
+            block + qkv,
+            stored=(3 * embed, embed),
+            shape=(3, *per_head, embed),
+            bias=bias,
+            bias_shape=(3, *per_head),
+        )
+    return tuple(
+        Entry(
+            f"layers/attention/qkv/{ours}",
+            tuple(f"{block}{name}.{theirs}" for name in qkv),
+            stored=(embed, *rest),
+            shape=(*per_head, *rest),
+        )
+        for ours, theirs, rest in (("kernel", "weight", (embed,)), ("bias", "bias", ()))[: 1 + bias]
+    )
 
 
 def _up(block: str, up: str | tuple[str, str], *, embed: int, mlp: int, gated: bool) -> tuple[Entry, ...]:

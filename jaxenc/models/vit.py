@@ -1,4 +1,4 @@
-"""The plain vision transformer that CLIP, SigLIP and DINOv2 are: what their families share.
+"""The plain vision transformer that CLIP, SigLIP, DINOv2 and InternViT are: what their families share.
 
 Patches in raster order, a class token before them or none, learned positions, pre-norm blocks. A family says which of
 these it has, reads its published configs and pictures, and names its keys.
@@ -9,20 +9,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.mlp import MLP, Activation
-from jaxenc.layers.norms import LayerNorm
+from jaxenc.layers.norms import Kind, LayerNorm
 from jaxenc.layers.parameters import Shard, named_parameter
-from jaxenc.layers.patches import embed_patches
+from jaxenc.layers.patches import embed_patches, merge_order
 from jaxenc.layers.pooling import AttentionPooling, pooled_places
 from jaxenc.layers.resample import bicubic_taps, bilinear_weights, grid_taps, weighted_gather
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
@@ -42,6 +43,7 @@ KEYS: Mapping[str, Keys] = {
 }
 TOWER = ("layers", "embed", "heads", "mlp", "patch", "positions")
 PROJECTED = ("skipped", "hidden", "out", "projector_bias")
+PROJECTOR_EPS = 1e-5  # PyTorch's default, where a projector has a norm
 LLAMA_WIDTH = 4096  # what a text_config means that leaves its hidden_size out, as LLaVA-1.5-7B's does
 
 
@@ -58,12 +60,15 @@ class Vit:
         image: side of the pictures that the position table is for, pixels.
         eps: of the norms.
         activation: of the blocks.
+        norm: of the blocks, "layer" or "rms".
         gated: whether the blocks' MLP is a gated one.
+        head_norm: whether queries and keys are normalised, over all heads together.
         layer_scale: whether what a block adds is scaled.
         qkv_bias: whether queries, keys and values have a bias.
         final_norm: whether rows are normalised.
         pooled: whether there is a head that makes one row of a picture; it comes before the others.
         first_row: tokens before the first that comes out: LLaVA leaves the class token away.
+        merge: patches a side that become one row, side by side and normalised, before they are projected.
         skipped: further blocks that the checkpoint holds, which no row depends on.
         hidden: inner width of the projector; None where it has one layer.
         out: width of its rows, the language model's; None where there is no projector.
@@ -79,12 +84,15 @@ class Vit:
     image: int
     eps: float
     activation: Activation
+    norm: Kind = "layer"
     gated: bool = False
+    head_norm: bool = False
     layer_scale: bool = False
     qkv_bias: bool = True
     final_norm: bool = False
     pooled: bool = False
     first_row: int = 0
+    merge: int = 1
     skipped: int = 0
     hidden: int | None = None
     out: int | None = None
@@ -97,6 +105,7 @@ class Vit:
     pre_norm: ClassVar[bool]  # before the blocks
     # how the position table is resized to pictures of any size; "no" where all have the table's
     resized: ClassVar[Literal["no", "bicubic", "bilinear"]] = "no"
+    tiled: ClassVar[bool] = False  # whether an item may be several pictures, each of which attends by itself
     # where they have any size: tokens of one as the published processor makes it, and the lengths of rows
     usual_tokens: ClassVar[int]
     row_lengths: ClassVar[tuple[int, ...]]
@@ -110,6 +119,7 @@ class Vit:
         "tap_weight": ("batch", "stem_length", None),
         "row_weight": ("batch", "stem_length", None),
         "column_weight": ("batch", "stem_length", None),
+        "merge_index": ("batch", "projector_length", None),
         **SCHEDULE_AXES,
     }
 
@@ -125,8 +135,12 @@ class Vit:
 
     @property
     def window(self) -> int | None:
-        """Tokens that attend to each other, where that is always the same number: a picture's."""
-        return self.positions if self.resized == "no" else None
+        """Tokens that attend to each other, where that is always the same number: a picture's.
+
+        Not where they are merged: a row of a batch is cut between groups of patches, and the stretches of a windowed
+        row are not.
+        """
+        return self.positions if self.resized == "no" and self.merge == 1 else None
 
     @property
     def unit(self) -> int:
@@ -155,7 +169,9 @@ class Vit:
             self.eps,
             activation=self.activation,
             fused_qkv=True,
+            norm=self.norm,
             gated=self.gated,
+            head_norm=self.head_norm,
             layer_scale=self.layer_scale,
             qkv_bias=self.qkv_bias,
         )
@@ -172,30 +188,35 @@ class Vit:
 
     def pieces(self, item: VisionItem) -> tuple[int, ...]:
         """A picture attends as a whole."""
-        return (self.prefix + len(item.patches),)
+        pictures, h, w = item.grid
+        return (self.prefix + h * w,) * pictures
 
     def item_unit(self, item: VisionItem) -> int:
-        """Tokens that stay together where a picture is spread over devices."""
-        return 1
+        """Tokens that stay together where a picture is spread over devices: those of a row."""
+        return self.merge**2
 
     def output_rows(self, item: VisionItem) -> int:
-        """Rows that come out: one a token, but for those left away, and the head's before them."""
-        return self.pooled + self.prefix + len(item.patches) - self.first_row
+        """Rows that come out of each picture: one a token or group of patches, and the head's before them."""
+        pictures, h, w = item.grid
+        return pictures * (self.pooled + self.prefix - self.first_row + h * w // self.merge**2)
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group; pictures of a fixed size count whole."""
         if self.window is not None:
             items = (self.window,) * sum(-(-tokens // self.window) for tokens in items)
-        features, d = 3 * self.patch**2, self.embed
+        elif self.resized == "no":
+            items = tuple(picture for tokens in items for picture in packing.stretches(tokens, self.positions))
+        features, d, unit = 3 * self.patch**2, self.embed, self.merge**2
         stem = GroupWork(
             "stem",
             None,
             "stem_length",
             tuple(2.0 * (features + (self.side**2 if self.resized == "bilinear" else 0)) * d * n for n in items),
+            unit=unit,
             returned=d,
             live=tuple(n * float(features + d) for n in items),
         )
-        groups = [*self.transformer.work(items, windows=self.window is not None), stem]
+        groups = [*self.transformer.work(items, windows=self.window is not None, unit=unit), stem]
         if self.pooled:
             # keys and values of the head, and the rest for one token a picture
             extra = (tuple(4.0 * d * d * n + 8.0 * d * n for n in items), (4.0 * d * self.mlp,) * len(items))
@@ -204,25 +225,27 @@ class Vit:
                 for group, more in zip(groups, extra, strict=False)
             )
         if self.out is not None:
-            kernels = self.embed * self.out if self.hidden is None else self.hidden * (self.embed + self.out)
+            merged = unit * d
+            kernels = merged * self.out if self.hidden is None else self.hidden * (merged + self.out)
             projector = GroupWork(
                 "projector",
                 None if self.hidden is None else "projector_mlp",
                 "projector_length",
-                tuple(2.0 * kernels * n for n in items),
-                summed=() if self.hidden is None else (self.out,),
-                live=tuple(n * float(d + 2 * (self.hidden or 0) + self.out) for n in items),
+                tuple(2.0 * kernels * n / unit for n in items),
+                unit=unit,
+                summed=() if self.hidden is None else (self.out / unit,),
+                live=tuple(n * (merged + 2.0 * (self.hidden or 0) + self.out) / unit for n in items),
             )
             groups.append(projector)
         return Workload(tuple(items), tuple(groups))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from: 1 to 16 pictures of a fixed size, or the family's own."""
-        return self.row_lengths if self.window is None else tuple(self.window << i for i in range(5))
+        return tuple(self.positions << i for i in range(5)) if self.resized == "no" else self.row_lengths
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget."""
-        return dict.fromkeys(("length", "stem_length", "projector_length"), budget.row)
+        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.merge**2}
 
     # --- items in, arrays out
 
@@ -233,46 +256,69 @@ class Vit:
             InputError: names the item and what is wrong with it.
         """
         item.check_features(3 * self.patch**2)
-        if item.grid[0] != 1:
+        if item.grid[0] != 1 and not self.tiled:
             raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads single pictures")
-        if self.resized == "no" and item.grid != (1, self.side, self.side):
-            raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads (1, {self.side}, {self.side})")
+        if self.resized == "no" and item.grid[1:] != (self.side, self.side):
+            pictures = "n" if self.tiled else 1
+            raise InputError(
+                f"{item.name}: the grid is {item.grid}; this tower reads ({pictures}, {self.side}, {self.side})"
+            )
 
     def layout(
         self, items: Sequence[VisionItem], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]
     ) -> Batch:
-        """One batch: each token's patch, its position in the picture, and which tokens are of one picture."""
-        b, n = budget.rows, budget.row
+        """One batch: each token's patch, its position in the picture, and which tokens are of one picture.
+
+        Where patches are merged, those of a group lie side by side, and the class token behind them all.
+        """
+        b, n, group = budget.rows, budget.row, self.merge**2
         whole, shared = pooled_places(budget, self.unit) if self.pooled else (0, 0)
-        tokens, rows = Slots.empty(b, n), Slots.empty(b, whole + shared + n)
+        tokens, rows = Slots.empty(b, n), Slots.empty(b, whole + shared + n // group)
         arrays: dict[str, np.ndarray] = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
             "segments": np.zeros((b, n), np.int32),
             "position": np.zeros((b, n), np.int32),
         }
+        if group > 1:
+            arrays["merge_index"] = np.zeros((b, n // group, group), np.int32)
         for name, like in self.resampling((1, 1, 1)).items():
             arrays[name] = np.zeros((b, n, like.shape[1]), like.dtype)
         for segment, place in packing.segments(placed):
             item = items[place.item]
+            patches = item.grid[1] * item.grid[2]
             at = (place.row, slice(place.offset, place.offset + place.size))
-            position = np.arange(place.start, place.start + place.size)
-            patches = item.patches[max(place.start - self.prefix, 0) : place.start + place.size - self.prefix]
-            arrays["patches"][at][place.size - len(patches) :] = patches
+            position = self.order(item.grid)[place.start : place.start + place.size]
+            pictured = position >= self.prefix
+            arrays["patches"][at][pictured] = item.patches[place.piece * patches + position[pictured] - self.prefix]
             arrays["segments"][at] = segment
             arrays["position"][at] = position
             for name, values in self.resampling(item.grid).items():
                 arrays[name][at] = values[position]
-            tokens.fill(place.row, place.offset, place.item, position)
+            tokens.fill(place.row, place.offset, place.item, place.piece * (self.prefix + patches) + position)
+            before = place.piece * self.output_rows(item) // item.grid[0]  # rows of the pictures before it
+            if group > 1:
+                first, made = place.offset // group, np.arange(np.count_nonzero(pictured) // group)
+                side_by_side = place.offset + np.arange(len(made) * group).reshape(-1, group)
+                arrays["merge_index"][place.row, first + made] = side_by_side
+                rows.fill(place.row, first, place.item, before + place.start // group + made)
+                continue
             kept = position[position >= self.first_row]
             first = whole + shared + place.offset + place.size - len(kept)
-            rows.fill(place.row, first, place.item, kept - self.first_row + self.pooled)
+            rows.fill(place.row, first, place.item, before + kept - self.first_row + self.pooled)
+            head = np.full(1, before, np.int32)
             if self.pooled and place.offset < budget.length:
-                rows.fill(place.row, place.offset // self.unit, place.item, np.zeros(1, np.int32))
+                rows.fill(place.row, place.offset // self.unit, place.item, head)
             elif self.pooled:
                 row, turn = divmod((place.offset - budget.length) // budget.folds(self.window)[1], shared)
-                rows.fill(row, whole + turn, place.item, np.zeros(1, np.int32))
+                rows.fill(row, whole + turn, place.item, head)
         arrays |= schedule(arrays["segments"], budget, window=self.window, parts=parts.get("batch", 1))
         return Batch(arrays, tokens, rows)
+
+    def order(self, grid: tuple[int, int, int]) -> Int[np.ndarray, " n"]:
+        """The tokens of one picture, numbered as their positions are, in the order in which they lie in a batch."""
+        if self.merge == 1:
+            return np.arange(self.prefix + grid[1] * grid[2])
+        return np.append(self.prefix + merge_order((1, *grid[1:]), self.merge), np.arange(self.prefix))
 
     def resampling(self, grid: tuple[int, int, int]) -> Mapping[str, Shaped[np.ndarray, "n taps"]]:
         """What each token of a picture takes of the position table, where that is resized."""
@@ -295,6 +341,8 @@ class VisionTransformer(nnx.Module):
         self.pre_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype) if c.pre_norm else None
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
         self.final_norm = LayerNorm(c.embed, eps=c.eps, dtype=dtype) if c.final_norm else None
+        merged = c.merge**2 * c.embed
+        self.projector_norm = LayerNorm(merged, eps=PROJECTOR_EPS, dtype=dtype) if c.merge > 1 else None
         self.projector = projector(c, dtype=dtype)
         head = (c.embed, c.heads, c.head_dim, c.mlp)
         self.head = AttentionPooling(*head, eps=c.eps, activation=c.activation, dtype=dtype) if c.pooled else None
@@ -338,7 +386,13 @@ class VisionTransformer(nnx.Module):
             if self.head is not None:
                 x = jnp.concatenate([self.head(x, schedule=schedule, shard=shard), x], axis=1)
             return x, captured
+        if c.merge > 1:
+            # pixel shuffle: the patches of a group, in raster order, become one vector
+            groups = jax.vmap(lambda tokens, index: tokens[index])(x, inputs["merge_index"])
+            x = groups.reshape(*groups.shape[:2], -1)
         x = shard(x, "batch", "projector_length", "projector_in")
+        if self.projector_norm is not None:
+            x = self.projector_norm(x)
         if isinstance(self.projector, MLP):
             x = self.projector(x, length="projector_length", shard=shard)
         else:
@@ -348,13 +402,13 @@ class VisionTransformer(nnx.Module):
 
 def projector(config: Vit, *, dtype: DTypeLike) -> MLP | Linear | None:
     """What makes rows of the language model's width of tokens: two layers, one, or nothing."""
-    c = config
+    c, merged = config, config.merge**2 * config.embed
     if c.out is None:
         return None
     if c.hidden is None:
-        return Linear({"projector_out": c.out}, {"projector_in": c.embed}, bias=c.projector_bias, dtype=dtype)
+        return Linear({"projector_out": c.out}, {"projector_in": merged}, bias=c.projector_bias, dtype=dtype)
     return MLP(
-        ("projector_in", c.embed),
+        ("projector_in", merged),
         ("projector_mlp", c.hidden),
         ("projector_out", c.out),
         activation=c.projector_activation,

@@ -187,6 +187,43 @@ def fit_square(
     return image[top : top + side, left : left + side]
 
 
+def tile_grid(height: int, width: int, *, side: int, limit: int) -> tuple[int, int]:
+    """Rows and columns of square tiles whose shape, all together, is nearest to an image's (InternVL's tiling).
+
+    Args:
+        height: of the image, pixels.
+        width: the same.
+        side: of a tile, pixels.
+        limit: tiles there may be.
+
+    Returns:
+        Of several grids of that shape the one of most tiles that has less than twice the image's pixels, or else the
+        smallest.
+    """
+    grids = [(rows, columns) for columns in range(1, limit + 1) for rows in range(1, limit // columns + 1)]
+    distances = {grid: abs(width / height - grid[1] / grid[0]) for grid in sorted(grids, key=math.prod)}
+    least = min(distances.values())
+    smallest, *larger = (grid for grid, distance in distances.items() if distance == least)
+    filled = [grid for grid in larger if math.prod(grid) * side**2 < 2 * height * width]
+    return filled[-1] if filled else smallest
+
+
+def fit_tiles(
+    image: UInt8[np.ndarray, "height width 3"], side: int, *, limit: int
+) -> UInt8[np.ndarray, "tiles side side 3"]:
+    """An image cut into square tiles, in raster order, and the whole of it as one more where there are several.
+
+    Args:
+        image: uint8 RGB.
+        side: of a tile, in pixels.
+        limit: tiles there may be beside the whole.
+    """
+    rows, columns = tile_grid(*image.shape[:2], side=side, limit=limit)
+    fitted = resize_bicubic(image, rows * side, columns * side)
+    tiles = fitted.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+    return tiles if len(tiles) == 1 else np.concatenate([tiles, resize_bicubic(image, side, side)[None]])
+
+
 def naflex_size(height: int, width: int, *, patch: int, patch_limit: int) -> tuple[int, int]:
     """The size in whole patches nearest to an image's shape, of at most so many of them (SigLIP 2's NaFlex).
 
@@ -279,7 +316,7 @@ def navit_item(
 
 
 def picture_item(
-    pixels: UInt8[np.ndarray, "height width 3"],
+    pixels: UInt8[np.ndarray, "*pictures height width 3"],
     *,
     patch: int,
     mean: Sequence[float],
@@ -289,15 +326,16 @@ def picture_item(
     """The item of one picture as it is: normalised and cut into patches, what is beyond the last whole patch left away.
 
     Args:
-        pixels: uint8 RGB, at least a patch each way.
+        pixels: uint8 RGB, at least a patch each way; of several pictures, such as tiles, one after the other.
         patch: a patch's side in pixels.
         mean: per channel, of values in [0, 1].
         std: per channel.
         name: the item's.
     """
-    h, w = pixels.shape[0] // patch, pixels.shape[1] // patch
-    whole = normalise(pixels[None, : h * patch, : w * patch], mean=mean, std=std)
-    return VisionItem(patchify(whole, patch=patch), (1, h, w), name=name)
+    h, w = pixels.shape[-3] // patch, pixels.shape[-2] // patch
+    pictures = pixels.reshape(-1, *pixels.shape[-3:])
+    whole = normalise(pictures[:, : h * patch, : w * patch], mean=mean, std=std)
+    return VisionItem(patchify(whole, patch=patch), (len(pictures), h, w), name=name)
 
 
 def naflex_item(

@@ -571,11 +571,12 @@ def pooled_lengths(tower: nn.Module, frames: Sequence[int]) -> tuple[list[int], 
 
 
 def use_epsilon(*modules: nn.Module, eps: float) -> None:
-    """Give every LayerNorm in `modules` another eps."""
+    """Give every norm in `modules` another eps."""
     for module in modules:
         for part in module.modules():
-            if isinstance(part, nn.LayerNorm):
-                part.eps = eps
+            for name in ("eps", "variance_epsilon"):
+                if hasattr(part, name):
+                    setattr(part, name, eps)
 
 
 def use_activation(*modules: nn.Module, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP and DINOv2, and who has them."""
+"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP, DINOv2 and InternViT, and who has
+them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ class Model:
 CLIP_NORMS = ("layer_norm1", "layer_norm2", "pre_layrnorm")
 SIGLIP_NORMS = ("layer_norm1", "layer_norm2")
 DINOV2_NORMS = ("norm1", "norm2", "layernorm")
+INTERN_NORMS = ("layernorm_before", "layernorm_after")
+# heads that no mesh here divides
+INTERN_6B = tiny.VitSizes(heads=5, head_dim=8)
 DINOV2_PICTURES = tiny.pictures_of(GRIDS, patch=14)
 MODELS = {
     "clip": Model("clip", tiny.clip, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
@@ -104,6 +108,28 @@ MODELS = {
     "dinov2": Model("dinov2", tiny.dinov2, DINOV2_PICTURES, "gelu", DINOV2_NORMS, 1e-6, 1e-5),
     "dinov2 giant": Model(
         "dinov2", partial(tiny.dinov2, gated=True), DINOV2_PICTURES, "silu", DINOV2_NORMS, 1e-6, 1e-5
+    ),
+    "internvl": Model("internvl", tiny.internvit, tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5),
+    "internvl 6b": Model(
+        "internvl",
+        partial(tiny.internvit, INTERN_6B, big=True),
+        tiny.tiles(SIZES),
+        "gelu",
+        INTERN_NORMS,
+        1e-6,
+        1e-5,
+    ),
+    "internvit": Model(
+        "internvit", partial(tiny.internvit, text=None), tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5
+    ),
+    "internvit 6b": Model(
+        "internvit",
+        partial(tiny.internvit, INTERN_6B, big=True, text=None),
+        tiny.tiles(SIZES),
+        "gelu",
+        INTERN_NORMS,
+        1e-6,
+        1e-5,
     ),
 }
 every_model = pytest.mark.parametrize("subject", MODELS, indirect=True)
@@ -183,7 +209,7 @@ def test_bfloat16_is_as_good_as_the_originals(subject: Subject) -> None:
     assert_bfloat16_as_good(rows, original, subject.truth.rows)
 
 
-@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant"], indirect=True)
+@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant", "internvl", "internvl 6b"], indirect=True)
 def test_gradients_are_the_originals_and_go_back_to_its_names(subject: Subject) -> None:
     encoder, items = subject.encoder, subject.items
     rng = np.random.default_rng(5)
@@ -231,11 +257,34 @@ def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None
 @pytest.mark.parametrize(
     ("shape", "strategy"), [((1, 3), {"attention": "pad", "mlp": "pad"}), ((2, 4), "tensor"), ((2, 4), "data")], ids=str
 )
-@pytest.mark.parametrize("subject", ["llava", "siglip", "paligemma", "dinov2 giant"], indirect=True)
+@pytest.mark.parametrize(
+    "subject", ["llava", "siglip", "paligemma", "dinov2 giant", "internvl", "internvit"], indirect=True
+)
 def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
+    assert_same_on_a_mesh(subject, shape, strategy)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        ((1, 5), {"attention": "tensor", "mlp": "pad"}),
+        ((1, 3), {"attention": "pad", "mlp": "pad"}),
+        ((2, 4), {"attention": "pad", "mlp": "pad"}),
+        ((2, 4), "data"),
+    ],
+    ids=str,
+)
+def test_rows_of_five_normalised_heads_are_the_same_on_a_mesh(
+    subjects: Callable[[str], Subject], shape: tuple[int, int], strategy: Any
+) -> None:
+    # 5 divide over 5 devices; 6 and 8 heads are normalised as 5 are
+    assert_same_on_a_mesh(subjects("internvl 6b"), shape, strategy)
+
+
+def assert_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
     mesh = jaxenc.make_mesh(data=shape[0], model=shape[1])
     encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
-    tokens = sum(encoder.config.pieces(jaxenc.VisionItem(*item))[0] for item in subject.items)
+    tokens = sum(sum(encoder.config.pieces(jaxenc.VisionItem(*item))) for item in subject.items)
     # the last has whole pictures in it, and pictures that are spread over rows
     *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 30)
     assert_float32_equal(encode(single, subject.items), subject.rows)
@@ -248,7 +297,9 @@ def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], s
 def test_epsilon_is_the_published_one(subject: Subject, tmp_path: Path) -> None:
     # activations of a standard deviation of about sqrt(1e-5) or less reach every norm
     eps = subject.model.eps
-    faint = dict.fromkeys(("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "fc2"), eps**0.5)
+    faint = dict.fromkeys(
+        ("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "projection_layer", "fc2"), eps**0.5
+    )
     checkpoint = subject.model.make(scales=faint | {"weights_out": eps**0.5})
     original = Original(subject.original.kind, checkpoint)
     rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), subject.items)
@@ -278,7 +329,7 @@ def test_blocks_have_the_published_activation(subject: Subject) -> None:
         subject.avoids(mistake(name))
 
 
-@pytest.mark.parametrize("subject", ["clip", "llava", "dinov2"], indirect=True)
+@pytest.mark.parametrize("subject", ["clip", "llava", "dinov2", "internvl"], indirect=True)
 def test_the_class_token_has_the_first_position(subject: Subject) -> None:
     def last(model: nn.Module) -> None:
         embeddings = subject.tower(model).embeddings
@@ -426,3 +477,115 @@ def test_positions_of_dinov2s_own_grid_are_added_as_they_are(subjects: Callable[
         model.embeddings.interpolate_pos_encoding = lambda *_: torch.from_numpy(table).double()
 
     assert_float32_equal(dinov2.rows[:1], dinov2.original.run(dinov2.items[:1], alter=added).rows)
+
+
+@pytest.mark.parametrize("subject", ["internvl", "internvl 6b"], indirect=True)
+def test_what_internvits_blocks_add_is_scaled(subject: Subject) -> None:
+    for part in ("lambda_1", "lambda_2"):
+
+        def unscaled(model: nn.Module, part: str = part) -> None:
+            for block in subject.tower(model).encoder.layer:
+                torch.nn.init.ones_(getattr(block, part))
+
+        subject.avoids(unscaled)
+
+
+def test_internvit_normalises_queries_and_keys_over_all_heads(subjects: Callable[[str], Subject]) -> None:
+    internvl = subjects("internvl 6b")
+
+    class OfEachHead(nn.Module):
+        def __init__(self, norm: nn.Module):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x.unflatten(-1, (INTERN_6B.heads, -1))
+            mean = heads.pow(2).mean(-1, keepdim=True)
+            return self.norm.weight * (heads * torch.rsqrt(mean + self.norm.variance_epsilon)).flatten(-2)
+
+    for part in ("q_norm", "k_norm"):
+        for other in (OfEachHead, nn.Identity):
+
+            def mistake(model: nn.Module, part: str = part, other: Any = other) -> None:
+                for block in model.vision_tower.encoder.layer:
+                    setattr(block.attention, part, other(getattr(block.attention, part)))
+
+            internvl.avoids(mistake)
+
+
+def test_epsilon_of_internvits_queries_and_keys_is_the_published_one(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    internvl = subjects("internvl 6b")
+    checkpoint = internvl.model.make(scales={"q_proj": 1e-3, "k_proj": 1e-3})
+    original = Original(internvl.original.kind, checkpoint)
+    rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), internvl.items)
+    truth = original.run(internvl.items).rows
+    for part in ("q_norm", "k_norm"):
+
+        def mistake(model: nn.Module, part: str = part) -> None:
+            for block in model.vision_tower.encoder.layer:
+                use_epsilon(getattr(block.attention, part), eps=1e-5)
+
+        assert_avoided(rows, truth, original.run(internvl.items, alter=mistake).rows)
+
+
+def test_epsilon_of_internvls_projector_is_the_published_one(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    internvl = subjects("internvl")
+    # 0.003 is the square root of 1e-5
+    checkpoint = internvl.model.make(scales=dict.fromkeys(("embeddings.", "attention.projection_layer", "fc2"), 3e-3))
+    original = Original(internvl.original.kind, checkpoint)
+    rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), internvl.items)
+    mistaken = original.run(internvl.items, alter=lambda model: use_epsilon(model.multi_modal_projector, eps=1e-6))
+    assert_avoided(rows, original.run(internvl.items).rows, mistaken.rows)
+
+
+def test_internvls_projector_has_the_erf_gelu(subjects: Callable[[str], Subject]) -> None:
+    subjects("internvl").avoids(lambda model: use_activation(model.multi_modal_projector, name="gelu_pytorch_tanh"))
+
+
+# of group's row, row in it, group's column, column in it; right would be (0, 1, 3, 2, 4, 5)
+@pytest.mark.parametrize(
+    "order",
+    [(0, 3, 1, 2, 4, 5), (0, 1, 3, 4, 2, 5)],
+    ids=["groups transposed, as in v1", "columns of a group first"],
+)
+def test_a_row_of_internvl_is_a_group_of_patches_in_raster_order(
+    subjects: Callable[[str], Subject], order: tuple[int, ...]
+) -> None:
+    def shuffled(x: torch.Tensor, scale_factor: float = 0.5) -> torch.Tensor:
+        n, rows, columns, d = x.shape
+        groups = x.reshape(n, rows // 2, 2, columns // 2, 2, d)
+        return groups.permute(*order).reshape(n, rows // 2, columns // 2, 4 * d)
+
+    subjects("internvl").avoids(lambda model: setattr(model, "pixel_shuffle", shuffled))
+
+
+def test_rows_of_internvl_are_the_patches_without_the_class_token(subjects: Callable[[str], Subject]) -> None:
+    internvl = subjects("internvl")
+    assert [rows.shape for rows in internvl.rows] == [(12, tiny.TEXT), (4, tiny.TEXT), (8, tiny.TEXT)]
+
+    def first_kept(model: nn.Module) -> None:
+        model.vision_tower.register_forward_hook(
+            lambda _, __, out: out | {"last_hidden_state": out.last_hidden_state.roll(1, 1)}
+        )
+
+    internvl.avoids(first_kept)
+
+
+def test_internvits_rows_are_not_normalised(subjects: Callable[[str], Subject]) -> None:
+    def normalised(model: nn.Module) -> None:
+        model.layernorm = nn.LayerNorm(SIZES.embed, dtype=torch.float64)
+
+    internvit = subjects("internvit")
+    assert [rows.shape for rows in internvit.rows] == [(51, SIZES.embed), (17, SIZES.embed), (34, SIZES.embed)]
+    internvit.avoids(normalised)
+
+
+@pytest.mark.parametrize("subject", ["internvl", "internvl 6b", "internvit"], indirect=True)
+def test_tiles_do_not_attend_to_each_other(subject: Subject) -> None:
+    (patches, grid), *_ = subject.items
+    tiles = [(tile, (1, *grid[1:])) for tile in np.split(patches, grid[0])]
+    assert_float32_equal([np.concatenate(encode(subject.encoder, tiles))], subject.truth.rows[:1])

@@ -43,6 +43,13 @@ def pictures(sizes: VitSizes) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
     return pictures_of([(side, side)] * 3, patch=sizes.patch)
 
 
+def tiles(sizes: VitSizes) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
+    """Patches and grids of three pictures of several tiles of the tower's own size, and of one."""
+    side = sizes.image // sizes.patch
+    grids = [(count, side, side) for count in (3, 1, 2)]
+    return [(image_patches(grid, seed=seed, patch=sizes.patch), grid) for seed, grid in enumerate(grids)]
+
+
 def pictures_of(grids: Sequence[tuple[int, int]], *, patch: int) -> list[tuple[np.ndarray, tuple[int, int, int]]]:
     """Patches and grids of pictures of so many rows and columns of patches."""
     return [(image_patches((1, *grid), seed=seed, patch=patch), (1, *grid)) for seed, grid in enumerate(grids)]
@@ -214,6 +221,108 @@ def dinov2_in_memory(name: str) -> str:
         ("mlp.weights_out", "mlp.down_proj"),
     ):
         name = name.replace(old, new)
+    return name
+
+
+def internvit(
+    sizes: VitSizes = VitSizes(),
+    *,
+    seed: int = 0,
+    scales: Mapping[str, float] = NO_SCALES,
+    big: bool = False,
+    text: int | None = TEXT,
+) -> Checkpoint:
+    """A tiny InternViT; `big` as the one of 6B is, with RMS norms, also of queries and keys, and no bias there.
+
+    With `text`, the width of the language model, it is in an InternVL with its projector; with None alone.
+    Layouts: `original` (OpenGVLab's), `transformers`, as transformers 5 names them in memory, and `hub`, as it writes
+    them. Configs: `original` (transformers'), and `chat` (OpenGVLab's).
+    """
+    make, d = _Maker(seed, scales, norm_bias=not big), sizes.embed
+    make.tensor("embeddings.cls_token", (1, 1, d), scale=1.0)
+    make.tensor("embeddings.position_embeddings", (1, (sizes.image // sizes.patch) ** 2 + 1, d), scale=0.8)
+    make.linear("embeddings.patch_embeddings.projection", (d, 3, sizes.patch, sizes.patch), gain=2.0)
+    for n in range(sizes.layers):
+        layer = f"encoder.layer.{n}"
+        make.norm(f"{layer}.layernorm_before", d)
+        for letter in ("q", "k", "v"):
+            make.linear(f"{layer}.attention.{letter}_proj", (d, d), gain=1.3, bias=not big)
+        for letter in ("q", "k") if big else ():
+            make.norm(f"{layer}.attention.{letter}_norm", d)
+        make.linear(f"{layer}.attention.projection_layer", (d, d), gain=1.2)
+        make.norm(f"{layer}.layernorm_after", d)
+        make.linear(f"{layer}.mlp.fc1", (sizes.mlp, d), gain=1.3)
+        make.linear(f"{layer}.mlp.fc2", (d, sizes.mlp), gain=1.2)
+        for number in (1, 2):
+            make.tensor(f"{layer}.lambda_{number}", (d,), scale=0.5, offset=0.7)
+    projector = _Maker(seed, scales)
+    if text is not None:
+        projector.norm("multi_modal_projector.layer_norm", 4 * d)
+        projector.linear("multi_modal_projector.linear_1", (text, 4 * d), gain=1.3)
+        projector.linear("multi_modal_projector.linear_2", (text, text), gain=1.2)
+    hub = _prefixed("" if text is None else "vision_tower.", make.tensors) | projector.tensors
+    original: Tensors = {}
+    for name, value in hub.items():
+        if ".q_proj." in name:
+            values = [hub[name.replace(".q_proj.", f".{letter}_proj.")] for letter in ("q", "k", "v")]
+            original[internvit_published(name.replace(".q_proj.", ".qkv."))] = np.concatenate(values)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            original[internvit_published(name)] = value
+    vision: dict[str, object] = {
+        **sizes.config, "model_type": "internvl_vision", "norm_type": "rms_norm" if big else "layer_norm",
+        "use_qk_norm": big, "attention_bias": not big, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+        "image_size": [sizes.image] * 2, "patch_size": [sizes.patch] * 2, "use_mean_pooling": True,
+    }  # fmt: skip
+    chat: dict[str, object] = {
+        **sizes.config, "model_type": "intern_vit_6b", "norm_type": vision["norm_type"], "qk_normalization": big,
+        "qkv_bias": not big, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+    }  # fmt: skip
+    if text is None:
+        return Checkpoint(
+            {"original": original, "transformers": hub, "hub": hub},
+            {"original": {}, "transformers": {}, "hub": {}},
+            {"original": vision, "chat": chat},
+        )
+    beside = {"language_model.model.layers.5.input_layernorm.weight": _nan(text)}
+    language = {"hidden_size": text, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "num_hidden_layers": 1, "vocab_size": 96}  # fmt: skip
+    return Checkpoint(
+        {"original": original, "transformers": _prefixed("model.", hub), "hub": hub},
+        {"original": beside, "transformers": _prefixed("model.", beside), "hub": beside},
+        {
+            "original": {
+                "model_type": "internvl", "downsample_ratio": 0.5, "image_token_id": 95, "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "default", "projector_hidden_act": "gelu",
+                "text_config": {**language, "model_type": "qwen2"}, "vision_config": vision,
+            },
+            "chat": {
+                "model_type": "internvl_chat", "downsample_ratio": 0.5, "ps_version": "v2", "select_layer": -1,
+                "force_image_size": sizes.image, "dynamic_image_size": True, "max_dynamic_patch": 12,
+                "min_dynamic_patch": 1, "use_thumbnail": True, "llm_config": {**language, "architectures": []},
+                "vision_config": chat,
+            },
+        },
+    )  # fmt: skip
+
+
+def internvit_published(name: str) -> str:
+    """OpenGVLab's name for one that transformers gives, but of queries, keys and values, which are one tensor there."""
+    for new, old in (
+        ("vision_tower.", "vision_model."),
+        ("embeddings.cls_token", "embeddings.class_embedding"),
+        ("embeddings.position_embeddings", "embeddings.position_embedding"),
+        ("embeddings.patch_embeddings.projection", "embeddings.patch_embedding"),
+        ("encoder.layer.", "encoder.layers."),
+        ("layernorm_before", "norm1"),
+        ("layernorm_after", "norm2"),
+        ("lambda_", "ls"),
+        ("attention.projection_layer", "attn.proj"),
+        ("attention.", "attn."),
+        ("multi_modal_projector.layer_norm", "mlp1.0"),
+        ("multi_modal_projector.linear_1", "mlp1.1"),
+        ("multi_modal_projector.linear_2", "mlp1.3"),
+    ):
+        name = name.replace(new, old)
     return name
 
 

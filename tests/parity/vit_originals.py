@@ -1,7 +1,7 @@
 """transformers' plain vision transformers on the tiny checkpoints of `tests.parity.vit_checkpoints`.
 
 They compute everything in their parameters' dtype, so that in float64 they are the truth as they stand. (DINOv2 resizes
-its positions in float32: that is done in double here.)
+its positions in float32, and InternViT has its RMS norms in it: that is done in double here.)
 """
 
 import copy
@@ -16,6 +16,8 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     Dinov2Config,
+    InternVLConfig,
+    InternVLVisionConfig,
     LlavaConfig,
     PaliGemmaConfig,
     Siglip2VisionConfig,
@@ -23,6 +25,7 @@ from transformers import (
 )
 from transformers.models.clip.modeling_clip import CLIPVisionModel
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings, Dinov2Model
+from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLVisionModel, InternVLVisionRMSNorm
 from transformers.models.llava.modeling_llava import LlavaModel
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaModel
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
@@ -43,7 +46,7 @@ class Kind:
         build: config.json -> module, of random weights.
         name: of a tensor in the checkpoint's layout -> of the module's parameter.
         tower: the part of the module that encodes pictures.
-        rows: (module, pixels) -> rows of each picture.
+        rows: (module, pixels) -> rows of each picture, or of each tile of one.
         layout: of the checkpoint, whose names are nearest to the module's.
         patches: whether it takes patches [1, rows, columns, features] for pixels.
     """
@@ -104,6 +107,22 @@ class _Siglip2(Siglip2VisionModel):
         return image[0].flatten(1).T[None]
 
 
+class _RMSNorm(InternVLVisionRMSNorm):
+    """With statistics in double where the model is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float64:
+            return super().forward(x)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def _in_double(model: nn.Module) -> nn.Module:
+    for part in model.modules():
+        if isinstance(part, InternVLVisionRMSNorm):
+            part.__class__ = _RMSNorm
+    return model
+
+
 def _itself(model: nn.Module) -> nn.Module:
     return model
 
@@ -148,6 +167,20 @@ KINDS = {
         rows=lambda model, pixels: model.get_image_features(pixels).pooler_output,
         layout="transformers",
     ),
+    "internvl": Kind(
+        build=lambda config: _in_double(InternVLModel(InternVLConfig(**config))),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_features,
+        layout="transformers",
+    ),
+    "internvit": Kind(
+        build=lambda config: _in_double(InternVLVisionModel(InternVLVisionConfig(**config))),
+        name=lambda name: name,
+        tower=_itself,
+        rows=_hidden,
+        layout="transformers",
+    ),
     "dinov2": Kind(
         build=lambda config: _Dinov2(Dinov2Config(**config)),
         name=lambda name: name,
@@ -181,9 +214,9 @@ class Original:
         blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
         for patches, grid in items:
             with torch.no_grad(), _recorded(blocks) as states:
-                (encoded,) = self.kind.rows(model, self.given(patches, grid).to(getattr(torch, dtype)))
-            rows.append(encoded.double().numpy())
-            hidden.append(np.stack([state[0].double().numpy() for state in states]))
+                encoded = self.kind.rows(model, self.given(patches, grid).to(getattr(torch, dtype)))
+            rows.append(torch.cat(tuple(encoded)).double().numpy())
+            hidden.append(np.stack([state.flatten(0, 1).double().numpy() for state in states]))
         return Encoded(rows, hidden)
 
     def gradients(self, items: Sequence[Item], weights: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -193,7 +226,7 @@ class Original:
             parameter.requires_grad_(True)
         loss = torch.zeros((), dtype=torch.float64)
         for (patches, grid), weight in zip(items, weights, strict=True):
-            (rows,) = self.kind.rows(model, self.given(patches, grid).double())
+            rows = torch.cat(tuple(self.kind.rows(model, self.given(patches, grid).double())))
             loss = loss + (rows * torch.from_numpy(weight)).sum()
         loss.backward()
         slopes = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -219,7 +252,7 @@ class Original:
 
 
 def pixels_of(patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
-    """[1, 3, height, width] of patches in raster order."""
-    (_, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
-    pixels = patches.reshape(h, w, 3, p, p).transpose(2, 0, 3, 1, 4).reshape(1, 3, h * p, w * p)
+    """[tiles, 3, height, width] of patches in raster order."""
+    (t, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
+    pixels = patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
     return torch.from_numpy(np.ascontiguousarray(pixels))

@@ -40,7 +40,17 @@ from tests.parity.checkpoints import (
     qwen3_omni_audio,
     whisper,
 )
-from tests.parity.vit_checkpoints import VitSizes, dinov2, llava, pictures, pictures_of, siglip, siglip2
+from tests.parity.vit_checkpoints import (
+    VitSizes,
+    dinov2,
+    internvit,
+    llava,
+    pictures,
+    pictures_of,
+    siglip,
+    siglip2,
+    tiles,
+)
 
 FOLDER = Path(__file__).parent
 GRIDS = ((1, 8, 8), (2, 2, 2), (1, 4, 6), (4, 6, 10), (3, 12, 4), (1, 20, 14), (1, 16, 16))
@@ -96,6 +106,8 @@ CASES = {
     "llava": Case(lambda: llava(seed=7), lambda: pictures(VitSizes())),
     "siglip": Case(lambda: siglip(seed=7), lambda: pictures(VitSizes())),
     "siglip2": Case(lambda: siglip2(seed=7), lambda: pictures_of(PICTURES, patch=14)),
+    # as the one of 6B is
+    "internvl": Case(lambda: internvit(VitSizes(heads=5), seed=7, big=True), lambda: tiles(VitSizes())),
     # as the giant is
     "dinov2": Case(lambda: dinov2(seed=7, gated=True), lambda: pictures_of(PICTURES, patch=14)),
 }
