@@ -571,11 +571,13 @@ def pooled_lengths(tower: nn.Module, frames: Sequence[int]) -> tuple[list[int], 
 
 
 def use_epsilon(*modules: nn.Module, eps: float) -> None:
-    """Give every LayerNorm in `modules` another eps."""
+    """Give every norm in `modules` another eps."""
     for module in modules:
         for part in module.modules():
             if isinstance(part, nn.LayerNorm):
                 part.eps = eps
+            elif hasattr(part, "variance_epsilon"):
+                part.variance_epsilon = eps
 
 
 def use_activation(*modules: nn.Module, name: str) -> None:

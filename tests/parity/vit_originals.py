@@ -1,13 +1,14 @@
 """transformers' plain vision transformers on the tiny checkpoints of `tests.parity.vit_checkpoints`.
 
 They compute everything in their parameters' dtype, so that in float64 they are the truth as they stand. (DINOv2 resizes
-its positions in float32: that is done in double here.)
+its positions in float32, Pixtral has its norms and its rotary tables in float32: that is done in double here.)
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,14 +18,22 @@ from transformers import (
     CLIPVisionConfig,
     Dinov2Config,
     LlavaConfig,
+    Mistral3Config,
     PaliGemmaConfig,
+    PixtralVisionConfig,
     Siglip2VisionConfig,
     SiglipVisionConfig,
 )
 from transformers.models.clip.modeling_clip import CLIPVisionModel
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings, Dinov2Model
 from transformers.models.llava.modeling_llava import LlavaModel
+from transformers.models.mistral3.modeling_mistral3 import Mistral3Model, Mistral3RMSNorm
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaModel
+from transformers.models.pixtral.modeling_pixtral import (
+    PixtralRMSNorm,
+    PixtralVisionModel,
+    PixtralVisionRotaryEmbedding,
+)
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings, Siglip2VisionModel
 
@@ -104,6 +113,62 @@ class _Siglip2(Siglip2VisionModel):
         return image[0].flatten(1).T[None]
 
 
+class _Norm(PixtralRMSNorm):
+    """In double where the model is; Mistral3's is the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float64:
+            return super().forward(x)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class _Rotary(PixtralVisionRotaryEmbedding):
+    """In double where the model is."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype != torch.float64:
+            return super().forward(x, position_ids)
+        return pixtral_rotary(position_ids, head_dim=2 * len(self.inv_freq))
+
+
+def pixtral_rotary(
+    yx: torch.Tensor, *, head_dim: int, order: Literal["yx", "xy"] = "yx", shared: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [tokens, head_dim] of rows and columns, float64.
+
+    Args:
+        yx: row and column of each token.
+        head_dim: width of a head.
+        order: a mistake is "xy": columns turn the first half of the pairs.
+        shared: a mistake too: columns turn with the frequencies of rows.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    first, second = yx.double().T[:, :, None] if order == "yx" else yx.double().flip(-1).T[:, :, None]
+    angles = torch.cat([first * frequencies[::2], second * frequencies[0 if shared else 1 :: 2]], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _pixtral(model: nn.Module) -> nn.Module:
+    for part in model.modules():
+        # by class: a copy of the model, in which a mistake is made, keeps it
+        if isinstance(part, PixtralRMSNorm | Mistral3RMSNorm):
+            part.__class__ = _Norm
+        elif isinstance(part, PixtralVisionRotaryEmbedding):
+            part.__class__ = _Rotary
+    return model
+
+
+def _merged(model: nn.Module, pixels: torch.Tensor) -> Sequence[torch.Tensor]:
+    sizes = torch.tensor([pixels.shape[-2:]] * len(pixels))
+    return model.get_image_features(pixels, image_sizes=sizes, vision_feature_layer=-1).pooler_output
+
+
+def encoder_of(tower: nn.Module) -> nn.Module:
+    """What holds the blocks of a tower."""
+    return tower.transformer if isinstance(tower, PixtralVisionModel) else tower.encoder
+
+
 def _itself(model: nn.Module) -> nn.Module:
     return model
 
@@ -148,6 +213,26 @@ KINDS = {
         rows=lambda model, pixels: model.get_image_features(pixels).pooler_output,
         layout="transformers",
     ),
+    "pixtral": Kind(
+        build=lambda config: _pixtral(PixtralVisionModel(PixtralVisionConfig(**config))),
+        name=lambda name: name,
+        tower=_itself,
+        rows=_hidden,
+    ),
+    "pixtral in llava": Kind(
+        build=lambda config: _pixtral(LlavaModel(LlavaConfig(**config))),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_features,
+        layout="transformers",
+    ),
+    "mistral3": Kind(
+        build=lambda config: _pixtral(Mistral3Model(Mistral3Config(**config))),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_merged,
+        layout="transformers",
+    ),
     "dinov2": Kind(
         build=lambda config: _Dinov2(Dinov2Config(**config)),
         name=lambda name: name,
@@ -177,7 +262,7 @@ class Original:
         if alter is not None:
             alter(model)
         rows, hidden = [], []
-        encoder = self.kind.tower(model).encoder
+        encoder = encoder_of(self.kind.tower(model))
         blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
         for patches, grid in items:
             with torch.no_grad(), _recorded(blocks) as states:
