@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxenc
 from jaxenc.encoder import Encoder
 from jaxenc.layers.transformer import unrolled
-from jaxenc.models import clip, dinov2, kimi_k25, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
+from jaxenc.models import clip, dinov2, kimi_k25, pixtral, qwen2_5_vl, qwen3_omni_audio, qwen3_vl, siglip, whisper
 from jaxenc.packing import Budget
 
 # Wide enough that norms, activations and softmax, which are not counted as work, stay below 5 % of what is
@@ -29,6 +29,9 @@ PALIGEMMA = replace(siglip.VARIANTS["paligemma-224"], layers=2, embed=512, heads
 GIANT = replace(dinov2.VARIANTS["giant"], layers=2, embed=512, heads=8, mlp=1536, image=112)
 # one merger for the rows, and one for each block
 DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=8, out=512, deepstack=(0, 1))
+# a projector after a layer that merges
+MISTRAL3 = replace(pixtral.VARIANTS["mistral-small-3.1"], layers=2, embed=512, heads=8, mlp=1536, image=448, out=512)
+PIXTRAL = replace(MISTRAL3, merge=1)
 WINDOWS = replace(qwen2_5_vl.Config(), layers=2, embed=512, mlp=2048, out=512, whole=(1,))
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
@@ -40,6 +43,7 @@ BUDGETS = {
     "whisper": {"rows": Budget(128, 8), "length": Budget(0, 8, 128), "both": Budget(128, 8, 128)},
     "clip": {"rows": Budget(260, 8)},
     "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
+    "pixtral": {"rows": Budget(256, 8), "both": Budget(256, 8, 128)},
     "dinov2": {"rows": Budget(128, 8), "both": Budget(128, 8, 128)},
 }
 
@@ -55,8 +59,9 @@ QWEN_18 = replace(QWEN, embed=576, heads=18, mlp=2304)
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK) else "odd-"
-    name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
+    odd = "" if config in (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, DEEPSTACK, PIXTRAL, MISTRAL3) else "odd-"
+    merged = "-merged" if config == MISTRAL3 else ""
+    name = f"{odd}{config.family}{merged}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
 
@@ -81,6 +86,8 @@ CASES = [
         (PALIGEMMA, (2, 4), ("tensor", "data"), ("both",)),
         (GIANT, (2, 4), ("tensor",), ("rows", "both")),
         (DEEPSTACK, (2, 4), ("tensor", "data"), ("both",)),
+        (MISTRAL3, (2, 4), ("tensor", "data"), ("rows", "both")),
+        (PIXTRAL, (2, 4), ("tensor", "data"), ("both",)),
     ]
     for strategy in strategies
     for layout in layouts

@@ -10,7 +10,7 @@ import pytest
 
 import jaxenc
 from jaxenc import ConfigError, InputError
-from jaxenc.models import clip, dinov2, named_config, published_configs, siglip, siglip2
+from jaxenc.models import clip, dinov2, named_config, pixtral, published_configs, siglip, siglip2
 from jaxenc.preprocess.images import naflex_size
 from tests import equality
 
@@ -101,7 +101,13 @@ DINOV2_GIANT = DINOV2_SMALL | {
 }
 VARIANTS = [
     f"{family}:{variant}"
-    for family, module in (("clip", clip), ("siglip", siglip), ("siglip2", siglip2), ("dinov2", dinov2))
+    for family, module in (
+        ("clip", clip),
+        ("siglip", siglip),
+        ("siglip2", siglip2),
+        ("dinov2", dinov2),
+        ("pixtral", pixtral),
+    )
     for variant in module.VARIANTS
 ]
 
@@ -159,7 +165,7 @@ def test_a_llava_of_siglip_is_siglips():
         (DINOV2_SMALL | {"layer_norm_eps": 0}, "layer_norm_eps is 0"),
         ({"model_type": "siglip2", "vision_config": {"patch_size": [16, 16]}}, r"patch_size is \[16, 16\]"),
         (DINOV2_SMALL | {"num_channels": 4}, "num_channels is 4"),
-        (LLAVA | {"vision_config": {"model_type": "pixtral"}}, "model_type is 'llava'; known are"),
+        (LLAVA | {"vision_config": {"model_type": "aimv2"}}, "model_type is 'llava'; known are"),
     ],
     ids=str,
 )
@@ -216,11 +222,15 @@ def test_items_that_the_tower_cannot_encode_are_refused():
 # --- padding and batch-mates
 
 SMALL = {"layers": 2, "embed": 24, "heads": 3, "mlp": 40, "patch": 4, "image": 16, "eps": 1e-6, "final_norm": True}
+# heads of 8: rotary embeddings need a multiple of four
+PIXTRAL = pixtral.Config(layers=2, embed=24, heads=3, mlp=40, patch=4, image=40, out=20)
 SUBJECTS = {
     "clip": (clip.Config(**SMALL, activation="quick_gelu", first_row=1, hidden=20, out=20), [(4, 4)] * 3),
     "siglip": (siglip.Config(**SMALL, activation="gelu_tanh", pooled=True), [(4, 4)] * 3),
     "siglip2": (siglip2.Config(**SMALL, activation="gelu_tanh"), [(4, 4), (2, 7), (1, 3)]),
     "dinov2": (dinov2.Config(**SMALL, activation="silu", gated=True, layer_scale=True), [(4, 4), (2, 7), (5, 6)]),
+    "pixtral": (PIXTRAL, [(4, 4), (2, 7), (5, 6)]),
+    "mistral3": (replace(PIXTRAL, merge=2), [(4, 4), (2, 8), (4, 6)]),
 }
 
 
@@ -258,7 +268,8 @@ def test_nothing_in_the_padding_or_beside_a_picture_touches_it(name, shape):
         for one, expected in zip(encoder.unpack(rows, batch), before, strict=True):
             np.testing.assert_array_equal(one, expected)
         jax.tree.map(np.testing.assert_array_equal, other, slopes)
-    louder = encoder.pack([items[0], *(replace(item, patches=1000 * item.patches) for item in items[1:])])
+    # turned round as well: a norm of the patches takes out how loud they are
+    louder = encoder.pack([items[0], *(replace(item, patches=1000 * item.patches[::-1]) for item in items[1:])])
     after = encoder.unpack(both(encoder.params, louder)[0], louder)
     np.testing.assert_array_equal(after[0], before[0])
     assert not np.allclose(after[1], before[1], rtol=1e-3)

@@ -2,6 +2,7 @@
 
 from checkpoints_convert.mappings import (
     kimi_k25,
+    pixtral,
     qwen2_5_omni_audio,
     qwen2_audio,
     qwen3_omni_audio,
@@ -9,4 +10,4 @@ from checkpoints_convert.mappings import (
     whisper,
 )
 
-__all__ = ["kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]
+__all__ = ["kimi_k25", "pixtral", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]

@@ -14,6 +14,7 @@ ORIGINALS = {
     "qwen3_omni_audio": Qwen3OmniAudio,
     "whisper": Whisper,
     **{name: partial(Original, KINDS[name]) for name in ("llava", "siglip", "siglip2", "dinov2")},
+    "pixtral": partial(Original, KINDS["mistral3"]),
 }
 
 

@@ -33,7 +33,16 @@ from tests.parity.checkpoints import (
     qwen3_omni_audio,
     whisper,
 )
-from tests.parity.vit_checkpoints import VitSizes, dinov2, llava, pictures, pictures_of, siglip, siglip2
+from tests.parity.vit_checkpoints import (
+    VitSizes,
+    dinov2,
+    llava,
+    pictures,
+    pictures_of,
+    pixtral,
+    siglip,
+    siglip2,
+)
 
 FOLDER = Path(__file__).parent
 GRIDS = ((1, 8, 8), (2, 2, 2), (1, 4, 6), (4, 6, 10), (3, 12, 4), (1, 20, 14), (1, 16, 16))
@@ -67,6 +76,11 @@ CASES = {
     "llava": Case(lambda: llava(seed=7), lambda: pictures(VitSizes())),
     "siglip": Case(lambda: siglip(seed=7), lambda: pictures(VitSizes())),
     "siglip2": Case(lambda: siglip2(seed=7), lambda: pictures_of(PICTURES, patch=14)),
+    # as Mistral Small's is
+    "pixtral": Case(
+        lambda: pixtral(seed=7, projector="mistral3"),
+        lambda: pictures_of([(4, 6), (8, 10), (2, 4)], patch=14),
+    ),
     # as the giant is
     "dinov2": Case(lambda: dinov2(seed=7, gated=True), lambda: pictures_of(PICTURES, patch=14)),
 }
