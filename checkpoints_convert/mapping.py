@@ -91,7 +91,8 @@ class Mapping:
 
     Args:
         name: The tower's family.
-        layout: "original" (as published) or "transformers" (as transformers names it in memory).
+        layout: "original" (as published), "transformers" (as transformers names it in memory), or another name of whom
+            it is from.
         entries: One for each parameter.
         prefixes: What the tower owns: a tensor under these that no entry names is an error, everything else is ignored.
         layers: How many layers "{layer}" stands for.
@@ -404,6 +405,11 @@ def linear(
 def half_split_to_pairs(head_dim: int) -> tuple[int, ...]:
     """Order that takes rotary channels from [first halves | second halves] of the pairs to pairs side by side."""
     return tuple(half * (head_dim // 2) + pair for pair in range(head_dim // 2) for half in range(2))
+
+
+def pairs_to_half_split(head_dim: int) -> tuple[int, ...]:
+    """The inverse: order that takes rotary channels from pairs side by side to [first halves | second halves]."""
+    return tuple(2 * pair + half for half in range(2) for pair in range(head_dim // 2))
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> NumpyArray:

@@ -26,6 +26,10 @@ NumpyArray = np.ndarray[Any, np.dtype[Any]]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+# Mistral's own, read where there are none of the others
+PARAMS_FILE = "params.json"
+CONSOLIDATED_INDEX_FILE = "consolidated.safetensors.index.json"
+CONSOLIDATED_FILE = "consolidated.safetensors"
 # The limit of the format itself: a longer header is a corrupt or hostile file.
 MAX_HEADER_BYTES = 100_000_000
 
@@ -132,12 +136,19 @@ class Source:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The checkpoint's config.json.
+        """The checkpoint's config.json, or where it has none its params.json (Mistral's).
 
         Raises:
-            CheckpointError: It is missing or is not a JSON object.
+            CheckpointError: Both are missing, or what is there is not a JSON object.
         """
-        return _read_json(self.name, self._locate(CONFIG_FILE))
+        try:
+            path = self._locate(CONFIG_FILE)
+        except CheckpointError as error:
+            try:
+                path = self._locate(PARAMS_FILE)
+            except CheckpointError:
+                raise error from None
+        return _read_json(self.name, path)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -232,9 +243,11 @@ class Source:
 
 
 def _open_folder(name: str, folder: Path) -> Source:
-    if (folder / INDEX_FILE).is_file():
-        return Source(name, _read_index(name, folder / INDEX_FILE), locate=_local(name, folder))
     files = sorted(path.name for path in folder.glob("*.safetensors"))
+    # one file is read before the index of another copy
+    for index, instead in ((INDEX_FILE, None), (CONSOLIDATED_INDEX_FILE, SINGLE_FILE)):
+        if (folder / index).is_file() and instead not in files:
+            return Source(name, _read_index(name, folder / index), locate=_local(name, folder))
     if not files:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {pickles[0]} is a pickle: save it as safetensors first" if pickles else ""
@@ -287,16 +300,17 @@ def _open_hub(name: str, *, revision: str | None, token: str | bool | None) -> S
                 return None
             raise
 
-    config = optional(CONFIG_FILE, unless=LocalEntryNotFoundError)
+    config = optional(CONFIG_FILE, unless=LocalEntryNotFoundError) or optional(PARAMS_FILE)
     if config is not None and config.parent.parent.name == "snapshots":
         # Everything after comes from this commit, even if the branch moves meanwhile.
         commit = config.parent.name
-    index = optional(INDEX_FILE)
-    if index is not None:
-        return Source(name, _read_index(name, index), locate=locate, revision=commit)
-    if optional(SINGLE_FILE) is None:
-        raise CheckpointError(f"{name}: neither {INDEX_FILE} nor {SINGLE_FILE} at {commit or 'main'} of the hub's copy")
-    return _from_headers(Source(name, {}, locate=locate, revision=commit), [SINGLE_FILE])
+    for index_file, single in ((INDEX_FILE, SINGLE_FILE), (CONSOLIDATED_INDEX_FILE, CONSOLIDATED_FILE)):
+        index = optional(index_file)
+        if index is not None:
+            return Source(name, _read_index(name, index), locate=locate, revision=commit)
+        if optional(single) is not None:
+            return _from_headers(Source(name, {}, locate=locate, revision=commit), [single])
+    raise CheckpointError(f"{name}: neither {INDEX_FILE} nor {SINGLE_FILE} at {commit or 'main'} of the hub's copy")
 
 
 def _local(name: str, folder: Path) -> Callable[[str], Path]:

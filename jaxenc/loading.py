@@ -52,7 +52,8 @@ def load(
     """The encoder of a published or converted checkpoint, its weights read straight into their places on the mesh.
 
     Args:
-        src: hub id, folder or file of PyTorch safetensors with its config.json, or a converted checkpoint.
+        src: hub id, folder or file of PyTorch safetensors with its config.json (or Mistral's params.json), or a
+            converted checkpoint.
         mesh: devices; the first device alone where not given. See `jaxenc.make_mesh`.
         tower: "vision" or "audio", where the checkpoint has both.
         dtype: of parameters and products, float32 or bfloat16; as stored where not given (float32 for other types).
@@ -121,7 +122,8 @@ def from_config(
     """An encoder with random weights, the same on every mesh.
 
     Args:
-        config: "family" or "family:variant" (see `jaxenc.encoders`), a published config.json, or a config object.
+        config: "family" or "family:variant" (see `jaxenc.encoders`), a published config.json or params.json, or a
+            config object.
         mesh: devices; the first device alone where not given.
         tower: "vision" or "audio", where a config.json describes both.
         seed: of the weights.

@@ -20,6 +20,7 @@ NEVER_DIVIDED = (
     "position_w",
     "projector_in",
     "projector_out",
+    "merge",
     "filters",
     "channels_in",
     "kernel_h",

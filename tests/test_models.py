@@ -343,6 +343,7 @@ def test_encoders_lists_every_family_with_its_heads():
     assert heads["whisper"]["tiny.en"] == 6
     assert heads["clip"] == {"large-336": 16, "large": 16, "base": 12}
     assert heads["dinov2"] == {"small": 6, "base": 12, "large": 16, "giant": 24}
+    assert heads["pixtral"] == {"12b": 16, "mistral-small-3.1": 16}
     vision = {e.name for e in jaxenc.encoders() if e.modality == "vision"}
     assert vision >= {"kimi_k25", "clip", "siglip", "dinov2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni_vision"}
     assert heads["glm4v"] == {"9b": 12, "106b": 12}

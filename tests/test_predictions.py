@@ -22,6 +22,7 @@ from jaxenc.models import (
     glm4v,
     internvit,
     kimi_k25,
+    pixtral,
     qwen2_5_vl,
     qwen3_omni_audio,
     qwen3_vl,
@@ -46,6 +47,9 @@ DEEPSTACK = replace(qwen3_vl.Config(), layers=2, embed=512, mlp=2048, positions=
 GLM = replace(glm4v.Config(), layers=2, embed=768, heads=12, mlp=2048, positions=8, out=2048, merger_mlp=4096)
 # one of its widths does not divide over 4, as 13,696 does not over 3: its tokens are divided
 NARROW_GLM = replace(GLM, merger_mlp=4090)
+# a projector after a layer that merges
+MISTRAL3 = replace(pixtral.VARIANTS["mistral-small-3.1"], layers=2, embed=512, heads=8, mlp=1536, image=448, out=512)
+PIXTRAL = replace(MISTRAL3, merge=1)
 WINDOWS = replace(qwen2_5_vl.Config(), layers=2, embed=512, mlp=2048, out=512, whole=(1,))
 
 # Several rows a part of the batch; every place taken, so that the exact token counts are those computed
@@ -58,6 +62,7 @@ BUDGETS = {
     "whisper": {"rows": Budget(128, 8), "length": Budget(0, 8, 128), "both": Budget(128, 8, 128)},
     "clip": {"rows": Budget(260, 8)},
     "siglip": {"rows": Budget(256, 8), "both": Budget(256, 8, 256)},
+    "pixtral": {"rows": Budget(256, 8), "both": Budget(256, 8, 128)},
     "dinov2": {"rows": Budget(128, 8), "both": Budget(128, 8, 128)},
     "internvit": {"rows": Budget(260, 8), "both": Budget(260, 8, 36)},
 }
@@ -77,9 +82,10 @@ ODD_INTERN = replace(INTERN, embed=600, heads=25)
 
 def case(config, mesh, strategy, layout):
     how = strategy if isinstance(strategy, str) else "+".join(map("=".join, strategy.items()))
-    regular = (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, INTERN, DEEPSTACK, GLM)
+    regular = (KIMI, QWEN, WHISPER, LLAVA, PALIGEMMA, GIANT, INTERN, DEEPSTACK, GLM, PIXTRAL, MISTRAL3)
     odd = "" if config in regular else "odd-"
-    name = f"{odd}{config.family}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
+    merged = "-merged" if config == MISTRAL3 else ""
+    name = f"{odd}{config.family}{merged}-{mesh[0]}x{mesh[1]}-{how}-{layout}"
     return pytest.param(config, mesh, strategy, layout, id=name)
 
 
@@ -109,6 +115,8 @@ CASES = [
         (GLM, (1, 8), ("hybrid", MIXED), ("rows",)),
         (GLM, (2, 4), ("tensor", "data"), ("both",)),
         (NARROW_GLM, (2, 4), ("tensor",), ("rows", "both")),
+        (MISTRAL3, (2, 4), ("tensor", "data"), ("rows", "both")),
+        (PIXTRAL, (2, 4), ("tensor", "data"), ("both",)),
     ]
     for strategy in strategies
     for layout in layouts

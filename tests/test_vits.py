@@ -10,7 +10,7 @@ import pytest
 
 import jaxenc
 from jaxenc import ConfigError, InputError
-from jaxenc.models import clip, dinov2, internvit, named_config, published_configs, siglip, siglip2
+from jaxenc.models import clip, dinov2, internvit, named_config, pixtral, published_configs, siglip, siglip2
 from jaxenc.preprocess.images import naflex_size, tile_grid
 from tests import equality
 
@@ -201,7 +201,7 @@ INTERNVL_6B_HF = INTERNVL_HF | {
 }
 VARIANTS = [
     f"{module.Config.family}:{variant}"
-    for module in (clip, siglip, siglip2, dinov2, internvit)
+    for module in (clip, siglip, siglip2, dinov2, internvit, pixtral)
     for variant in module.VARIANTS
 ]
 
@@ -306,7 +306,7 @@ def test_blocks_after_internvls_layer_are_skipped(config):
         (DINOV2_SMALL | {"layer_norm_eps": 0}, "layer_norm_eps is 0"),
         ({"model_type": "siglip2", "vision_config": {"patch_size": [16, 16]}}, r"patch_size is \[16, 16\]"),
         (DINOV2_SMALL | {"num_channels": 4}, "num_channels is 4"),
-        (LLAVA | {"vision_config": {"model_type": "pixtral"}}, "model_type is 'llava'; known are"),
+        (LLAVA | {"vision_config": {"model_type": "aimv2"}}, "model_type is 'llava'; known are"),
         (INTERNVL | {"ps_version": "v1"}, "ps_version is 'v1', this encoder computes 'v2'"),
         ({k: v for k, v in INTERNVL.items() if k != "ps_version"}, "ps_version is 'v1'"),
         (INTERNVL | {"downsample_ratio": 0.25}, "downsample_ratio is 0.25"),
@@ -392,6 +392,8 @@ def test_a_tile_attends_by_itself_and_becomes_256_rows():
 SMALL = {"layers": 2, "embed": 24, "heads": 3, "mlp": 40, "patch": 4, "image": 16, "eps": 1e-6}
 NORMED = SMALL | {"final_norm": True}
 MERGED = SMALL | {"layer_scale": True, "merge": 2, "first_row": 1, "hidden": 20, "out": 20}
+# heads of 8: rotary embeddings need a multiple of four
+PIXTRAL = pixtral.Config(layers=2, embed=24, heads=3, mlp=40, patch=4, image=40, out=20)
 SUBJECTS = {
     "clip": (clip.Config(**NORMED, activation="quick_gelu", first_row=1, hidden=20, out=20), [(1, 4, 4)] * 3),
     "siglip": (siglip.Config(**NORMED, activation="gelu_tanh", pooled=True), [(1, 4, 4)] * 3),
@@ -404,6 +406,8 @@ SUBJECTS = {
         internvit.Config(**MERGED, activation="gelu_erf", norm="rms", head_norm=True),
         [(1, 4, 4), (3, 4, 4), (2, 4, 4)],
     ),
+    "pixtral": (PIXTRAL, [(1, 4, 4), (1, 2, 7), (1, 5, 6)]),
+    "mistral3": (replace(PIXTRAL, merge=2), [(1, 4, 4), (1, 2, 8), (1, 4, 6)]),
 }
 
 
@@ -442,7 +446,8 @@ def test_nothing_in_the_padding_or_beside_a_picture_touches_it(name, shape):
         for one, expected in zip(encoder.unpack(rows, batch), before, strict=True):
             np.testing.assert_array_equal(one, expected)
         jax.tree.map(np.testing.assert_array_equal, other, slopes)
-    louder = encoder.pack([items[0], *(replace(item, patches=1000 * item.patches) for item in items[1:])])
+    # turned round as well: a norm of the patches takes out how loud they are
+    louder = encoder.pack([items[0], *(replace(item, patches=1000 * item.patches[::-1]) for item in items[1:])])
     after = encoder.unpack(both(encoder.params, louder)[0], louder)
     np.testing.assert_array_equal(after[0], before[0])
     assert not np.allclose(after[1], before[1], rtol=1e-3)

@@ -3,6 +3,7 @@
 from checkpoints_convert.mappings import (
     glm4v,
     kimi_k25,
+    pixtral,
     qwen2_5_omni_audio,
     qwen2_audio,
     qwen3_omni_audio,
@@ -10,4 +11,13 @@ from checkpoints_convert.mappings import (
     whisper,
 )
 
-__all__ = ["glm4v", "kimi_k25", "qwen2_5_omni_audio", "qwen2_audio", "qwen3_omni_audio", "qwen_vision", "whisper"]
+__all__ = [
+    "glm4v",
+    "kimi_k25",
+    "pixtral",
+    "qwen2_5_omni_audio",
+    "qwen2_audio",
+    "qwen3_omni_audio",
+    "qwen_vision",
+    "whisper",
+]

@@ -47,15 +47,22 @@ def patch_work(items: Sequence[int], *, features: int, embed: int, unit: int) ->
 def merger_work(items: Sequence[int], *, embed: int, out: int, group: int, count: int = 1) -> GroupWork:
     """The work of `count` mergers for items of so many tokens, each of a projection's size."""
     merged = group * embed
+    return projector_work(items, inputs=merged, hidden=merged, out=out, group=group, count=count)
+
+
+def projector_work(
+    items: Sequence[int], *, inputs: int, hidden: int, out: int, group: int, count: int = 1
+) -> GroupWork:
+    """The work of `count` projectors of two layers for items of so many tokens, of which `group` make a row."""
     return GroupWork(
         "projector",
         "projector_mlp",
         "projector_length",
-        tuple(count * 2.0 * merged * (merged + out) * n / group for n in items),
+        tuple(count * 2.0 * hidden * (inputs + out) * n / group for n in items),
         unit=group,
         # their rows are put side by side, and so are the sums exchanged
         summed=(count * out / group,),
-        live=tuple(count * (2.0 * merged + out) * n / group for n in items),
+        live=tuple(count * (float(inputs) + hidden + out) * n / group for n in items),
     )
 
 

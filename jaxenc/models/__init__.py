@@ -19,6 +19,7 @@ from jaxenc.models import (
     glm4v,
     internvit,
     kimi_k25,
+    pixtral,
     qwen2_5_omni_audio,
     qwen2_5_vl,
     qwen2_audio,
@@ -44,7 +45,7 @@ class EncoderConfig(Protocol):
         kinds: arguments of `Encoder.encode` that it takes.
         published: models that use it.
         model_types: of the config.json files that describe it; "model (tower)" where the type of its `vision_config`
-            decides.
+            decides; "params.json" for Mistral's files of that name, which hold none.
     """
 
     family: ClassVar[str]
@@ -119,6 +120,7 @@ FAMILIES = {
         siglip2,
         dinov2,
         internvit,
+        pixtral,
         qwen2_vl,
         qwen2_5_vl,
         qwen3_vl,
@@ -182,12 +184,12 @@ def named_config(name: str) -> EncoderConfig:
 
 
 def published_configs(config: Mapping[str, Any], *, name: str) -> list[EncoderConfig]:
-    """The encoders that a published config.json describes, one a tower.
+    """The encoders that a published config.json describes, one a tower; or Mistral's params.json.
 
     Raises:
         ConfigError: none is known; names the model type.
     """
-    model_type = config.get("model_type")
+    model_type = config.get("model_type", "params.json" if "vision_encoder" in config else None)
     tower_type = f"{model_type} ({(config.get('vision_config') or {}).get('model_type')})"
     types = {model_type, tower_type}
     read = [m.Config.from_hf(config) for m in FAMILIES.values() if types & set(m.Config.model_types)]

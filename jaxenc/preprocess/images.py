@@ -224,6 +224,23 @@ def fit_tiles(
     return tiles if len(tiles) == 1 else np.concatenate([tiles, resize_bicubic(image, side, side)[None]])
 
 
+def fit_patches(
+    image: UInt8[np.ndarray, "height width 3"], *, longest: int, multiple: int
+) -> UInt8[np.ndarray, "new_height new_width 3"]:
+    """An image scaled down to a longest side, and both sides resized up to a multiple (Pixtral's).
+
+    Args:
+        image: uint8 RGB.
+        longest: what neither side is above, in pixels; itself a multiple.
+        multiple: pixels that both sides become multiples of.
+    """
+    height, width = image.shape[:2]
+    ratio = max(height / longest, width / longest, 1)
+    # cut down to whole pixels, then up to whole patches: neither keeps the shape exactly
+    fitted = (-(-max(math.floor(side / ratio), 1) // multiple) * multiple for side in (height, width))
+    return resize_bicubic(image, *fitted)
+
+
 def naflex_size(height: int, width: int, *, patch: int, patch_limit: int) -> tuple[int, int]:
     """The size in whole patches nearest to an image's shape, of at most so many of them (SigLIP 2's NaFlex).
 

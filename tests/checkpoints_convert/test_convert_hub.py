@@ -151,6 +151,19 @@ def test_a_single_file_repository_and_a_revision(hub, tmp_path, tower):
     assert {revision for _, revision, _, _ in hub.requests} == {"v1", COMMIT}
 
 
+def test_mistrals_own_files_are_read_where_there_are_no_others(hub, tmp_path, tower):
+    for path in (tmp_path / "repo").glob("*.safetensors*"):
+        path.unlink()
+    save_file(tower, tmp_path / "repo" / "consolidated.safetensors")
+    (tmp_path / "repo" / "config.json").rename(tmp_path / "repo" / "params.json")
+    (report,) = run(hub, tmp_path, ("org/tiny", "v1", None))
+    assert report["files"].keys() == {"consolidated.safetensors"}
+    assert report["config"] == {"model_type": "tiny"}
+    # after the files that are not there, everything is of one commit
+    first_look = {file for _, revision, file, _ in hub.requests if revision == "v1"}
+    assert first_look == {"config.json", "params.json"}
+
+
 def test_what_the_hub_does_not_have_is_said(hub, tmp_path):
     (tmp_path / "repo" / "model-00003-of-00003.safetensors").unlink()
     cases = (("org/tiny", None, None), ("org/tiny", "nowhere", None), ("org/other", None, None))

@@ -1,4 +1,4 @@
-"""Plain vision transformers against transformers', on the same weights: CLIP, SigLIP, DINOv2 and InternViT, and who has
+"""Vision transformers against transformers', on the same weights: CLIP, SigLIP, DINOv2, InternViT, Pixtral, and who has
 them."""
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.pixtral import modeling_pixtral
 
 import jaxenc
 from jaxenc.layers.parameters import flatten
@@ -26,7 +27,7 @@ from tests.parity.compare import (
 )
 from tests.parity.gradients import assert_slopes_equal, slopes
 from tests.parity.references import Encoded, resample_bicubic, resample_taps, use_activation, use_epsilon
-from tests.parity.vit_originals import KINDS, Alter, Item, Original
+from tests.parity.vit_originals import KINDS, Alter, Item, Original, encoder_of, pixels_of, pixtral_rotary
 
 SIZES = tiny.VitSizes()
 # larger than the position table of 5 x 5, smaller, its own size, and neither square
@@ -62,7 +63,10 @@ DINOV2_NORMS = ("norm1", "norm2", "layernorm")
 INTERN_NORMS = ("layernorm_before", "layernorm_after")
 # heads that no mesh here divides
 INTERN_6B = tiny.VitSizes(heads=5, head_dim=8)
-DINOV2_PICTURES = tiny.pictures_of(GRIDS, patch=14)
+PIXTRAL_NORMS = ("attention_norm", "ffn_norm", "ln_pre")
+DINOV2_PICTURES = PIXTRAL_PICTURES = tiny.pictures_of(GRIDS, patch=14)
+# rows and columns that are merged two by two; of a picture that gives one row, the original takes it for a vector
+MISTRAL3_PICTURES = tiny.pictures_of([(4, 6), (8, 10), (10, 2), (2, 4)], patch=14)
 MODELS = {
     "clip": Model("clip", tiny.clip, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
     "llava": Model("llava", tiny.llava, tiny.pictures(SIZES), "quick_gelu", CLIP_NORMS, 1e-5, 1e-6),
@@ -131,7 +135,21 @@ MODELS = {
         1e-6,
         1e-5,
     ),
+    "pixtral": Model("pixtral in llava", tiny.pixtral, PIXTRAL_PICTURES, "silu", PIXTRAL_NORMS, 1e-5, 1e-6),
+    "mistral3": Model(
+        "mistral3",
+        partial(tiny.pixtral, projector="mistral3"),
+        MISTRAL3_PICTURES,
+        "silu",
+        PIXTRAL_NORMS,
+        1e-5,
+        1e-6,
+    ),
+    "pixtral alone": Model(
+        "pixtral", partial(tiny.pixtral, projector=None), PIXTRAL_PICTURES, "silu", PIXTRAL_NORMS, 1e-5, 1e-6
+    ),
 }
+every_pixtral = pytest.mark.parametrize("subject", ["pixtral", "mistral3", "pixtral alone"], indirect=True)
 every_model = pytest.mark.parametrize("subject", MODELS, indirect=True)
 
 
@@ -209,7 +227,11 @@ def test_bfloat16_is_as_good_as_the_originals(subject: Subject) -> None:
     assert_bfloat16_as_good(rows, original, subject.truth.rows)
 
 
-@pytest.mark.parametrize("subject", ["llava", "siglip", "dinov2 giant", "internvl", "internvl 6b"], indirect=True)
+@pytest.mark.parametrize(
+    "subject",
+    ["llava", "siglip", "dinov2 giant", "internvl", "internvl 6b", "pixtral", "mistral3"],
+    indirect=True,
+)
 def test_gradients_are_the_originals_and_go_back_to_its_names(subject: Subject) -> None:
     encoder, items = subject.encoder, subject.items
     rng = np.random.default_rng(5)
@@ -258,7 +280,9 @@ def test_parameters_go_back_to_the_tensors_of_the_file(subject: Subject) -> None
     ("shape", "strategy"), [((1, 3), {"attention": "pad", "mlp": "pad"}), ((2, 4), "tensor"), ((2, 4), "data")], ids=str
 )
 @pytest.mark.parametrize(
-    "subject", ["llava", "siglip", "paligemma", "dinov2 giant", "internvl", "internvit"], indirect=True
+    "subject",
+    ["llava", "siglip", "paligemma", "dinov2 giant", "internvl", "internvit", "pixtral", "mistral3"],
+    indirect=True,
 )
 def test_rows_are_the_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: Any) -> None:
     assert_same_on_a_mesh(subject, shape, strategy)
@@ -286,7 +310,7 @@ def assert_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: An
     encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
     tokens = sum(sum(encoder.config.pieces(jaxenc.VisionItem(*item))) for item in subject.items)
     # the last has whole pictures in it, and pictures that are spread over rows
-    *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 30)
+    *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 32)
     assert_float32_equal(encode(single, subject.items), subject.rows)
 
 
@@ -297,10 +321,9 @@ def assert_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: An
 def test_epsilon_is_the_published_one(subject: Subject, tmp_path: Path) -> None:
     # activations of a standard deviation of about sqrt(1e-5) or less reach every norm
     eps = subject.model.eps
-    faint = dict.fromkeys(
-        ("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "projection_layer", "fc2"), eps**0.5
-    )
-    checkpoint = subject.model.make(scales=faint | {"weights_out": eps**0.5})
+    faint = ("embedding", "cls_token", "pre_layrnorm", "out_proj", "output.dense", "projection_layer", "fc2")
+    faint += ("weights_out", "patch_conv", "ln_pre", "o_proj", "down_proj")
+    checkpoint = subject.model.make(scales=dict.fromkeys(faint, eps**0.5))
     original = Original(subject.original.kind, checkpoint)
     rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), subject.items)
     truth = original.run(subject.items).rows
@@ -318,8 +341,9 @@ def test_epsilon_is_the_published_one(subject: Subject, tmp_path: Path) -> None:
 def test_blocks_have_the_published_activation(subject: Subject) -> None:
     def mistake(name: str) -> Alter:
         def alter(model: nn.Module) -> None:
-            use_activation(subject.tower(model).encoder, name=name)
-            for part in subject.tower(model).encoder.modules():
+            encoder = encoder_of(subject.tower(model))
+            use_activation(encoder, name=name)
+            for part in encoder.modules():
                 if hasattr(part, "act_fn"):
                     part.act_fn = torch.nn.GELU()
 
@@ -589,3 +613,102 @@ def test_tiles_do_not_attend_to_each_other(subject: Subject) -> None:
     (patches, grid), *_ = subject.items
     tiles = [(tile, (1, *grid[1:])) for tile in np.split(patches, grid[0])]
     assert_float32_equal([np.concatenate(encode(subject.encoder, tiles))], subject.truth.rows[:1])
+
+
+def test_pixtrals_files_of_mistral_are_read_with_their_own_config(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    for name in ("pixtral", "mistral3"):
+        subject = subjects(name)
+        folder = subject.checkpoint.write(tmp_path / name, layout="mistral", config="params", shards=1)
+        (folder / "config.json").rename(folder / "params.json")
+        (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+        encoder = jaxenc.load(folder, dtype="float32")
+        assert encoder.config == subject.encoder.config
+        assert_float32_equal(encode(encoder, subject.items), subject.truth.rows)
+
+
+@every_pixtral
+@pytest.mark.parametrize("mistake", [{"order": "xy"}, {"shared": True}], ids=str)
+def test_pixtrals_rows_turn_the_first_half_of_the_pairs_and_every_other_frequency(
+    subject: Subject, mistake: dict[str, Any]
+) -> None:
+    def alter(model: nn.Module) -> None:
+        rotary = subject.tower(model).patch_positional_embedding
+        rotary.forward = lambda _, yx: pixtral_rotary(yx, head_dim=SIZES.head_dim, **mistake)
+
+    subject.avoids(alter)
+
+
+@every_pixtral
+def test_pixtrals_rotary_pairs_are_halves(subject: Subject) -> None:
+    def adjacent(model: nn.Module) -> None:
+        for block in subject.tower(model).transformer.layers:
+            for layer in (block.attention.q_proj, block.attention.k_proj):
+                pairs = layer.weight.data.reshape(SIZES.heads, SIZES.head_dim // 2, 2, -1)
+                layer.weight.data = pairs.swapaxes(1, 2).reshape(layer.weight.shape)
+
+    subject.avoids(adjacent)
+
+
+@pytest.mark.parametrize("subject", ["pixtral", "mistral3"], indirect=True)
+def test_pixtrals_rows_are_those_of_the_last_block_not_normalised(subject: Subject) -> None:
+    def normalised(model: nn.Module) -> None:
+        norm, projector = subject.tower(model).ln_pre, model.multi_modal_projector
+        projector.register_forward_pre_hook(lambda _, given: (norm(given[0]), *given[1:]))
+
+    subject.avoids(normalised)
+
+
+def test_pixtrals_pictures_of_one_call_do_not_attend_to_each_other(
+    subjects: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = subjects("pixtral alone")
+    # two pictures of one call, which the original packs into one sequence
+    model, (wide, tall) = subject.original.model("float64"), subject.items[2:]
+    pixels = torch.zeros(2, 3, 8 * 14, 9 * 14, dtype=torch.float64)
+    pixels[0, :, : 2 * 14, : 4 * 14], pixels[1] = pixels_of(*wide)[0], pixels_of(*tall)[0]
+    sizes = torch.tensor([[2 * 14, 4 * 14], [8 * 14, 9 * 14]])
+
+    def together() -> list[np.ndarray]:
+        with torch.no_grad():
+            return np.split(model(pixels, image_sizes=sizes).last_hidden_state[0].numpy(), [8])
+
+    truth = together()
+    monkeypatch.setattr(modeling_pixtral, "generate_block_attention_mask", lambda *_: None)
+    assert_avoided(encode(subject.encoder, [wide, tall]), truth, together())
+
+
+@pytest.mark.parametrize("order", ["columns first", "patches slower than channels"])
+def test_mistral3_merges_squares_of_patches_row_by_row(subjects: Callable[[str], Subject], order: str) -> None:
+    def mistake(model: nn.Module) -> None:
+        layer, d = model.multi_modal_projector.patch_merger.merging_layer, SIZES.embed
+        if order == "columns first":
+            kernel = layer.weight.data.reshape(d, d, 2, 2).swapaxes(2, 3)
+        else:
+            kernel = layer.weight.data.reshape(d, 4, d).swapaxes(1, 2)
+        layer.weight.data = kernel.reshape(d, 4 * d)
+
+    subjects("mistral3").avoids(mistake)
+
+
+def test_mistral3_merges_what_is_normalised_with_the_language_models_epsilon(
+    subjects: Callable[[str], Subject], tmp_path: Path
+) -> None:
+    subject = subjects("mistral3")
+    subject.avoids(lambda model: setattr(model.multi_modal_projector, "norm", nn.Identity()))
+    # the last block's output is as small as what the epsilon is beside
+    faint = dict.fromkeys(("patch_conv", "ln_pre", "o_proj", "down_proj"), 1e-3)
+    checkpoint = subject.model.make(scales=faint)
+    original = Original(subject.original.kind, checkpoint)
+    rows = encode(jaxenc.load(checkpoint.write(tmp_path), dtype="float32"), subject.items)
+
+    def towers(model: nn.Module) -> None:
+        use_epsilon(model.multi_modal_projector, eps=1e-5)
+
+    assert_avoided(rows, original.run(subject.items).rows, original.run(subject.items, alter=towers).rows)
+
+
+@pytest.mark.parametrize("subject", ["pixtral", "mistral3"], indirect=True)
+def test_pixtrals_projector_has_the_erf_gelu(subject: Subject) -> None:
+    subject.avoids(lambda model: use_activation(model.multi_modal_projector, name="gelu_pytorch_tanh"))

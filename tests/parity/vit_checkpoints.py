@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -209,6 +210,93 @@ def dinov2(
         },
         {"original": config},
     )
+
+
+def pixtral(
+    sizes: VitSizes = VitSizes(image=140),
+    *,
+    seed: int = 0,
+    scales: Mapping[str, float] = NO_SCALES,
+    projector: Literal["llava", "mistral3"] | None = "llava",
+    text: int = TEXT,
+) -> Checkpoint:
+    """A tiny Pixtral with a projector: a LLaVA's, or a Mistral3's, which merges 2 x 2 patches; or the tower alone.
+
+    Layouts: `original`, `transformers`, as transformers 5 names them in memory, and `mistral`, which has another order
+    of rotary channels. Configs: `original`, and `params`, as Mistral's params.json is. Of the tower alone: `original`.
+    """
+    make, d, merge = _Maker(seed, scales, norm_bias=False), sizes.embed, 2 if projector == "mistral3" else 1
+    make.linear("patch_conv", (d, 3, sizes.patch, sizes.patch), gain=2.0, bias=False)
+    make.norm("ln_pre", d)
+    for n in range(sizes.layers):
+        layer = f"transformer.layers.{n}"
+        make.norm(f"{layer}.attention_norm", d)
+        for letter in "qkvo":
+            make.linear(f"{layer}.attention.{letter}_proj", (d, d), gain=1.2 if letter == "o" else 1.3, bias=False)
+        make.norm(f"{layer}.ffn_norm", d)
+        for name, shape in (("gate", (sizes.mlp, d)), ("up", (sizes.mlp, d)), ("down", (d, sizes.mlp))):
+            make.linear(f"{layer}.feed_forward.{name}_proj", shape, gain=1.3, bias=False)
+    vision = {**sizes.config, "model_type": "pixtral", "hidden_act": "silu", "head_dim": sizes.head_dim}
+    if projector is None:
+        return Checkpoint({"original": make.tensors}, {"original": {}}, {"original": vision})
+
+    tower, make, biased = make.tensors, _Maker(seed, scales, norm_bias=False), projector == "llava"
+    if merge > 1:
+        make.norm("multi_modal_projector.norm", d)
+        make.linear("multi_modal_projector.patch_merger.merging_layer", (d, 4 * d), gain=1.2, bias=False)
+    make.linear("multi_modal_projector.linear_1", (text, d), gain=1.3, bias=biased)
+    make.linear("multi_modal_projector.linear_2", (text, text), gain=1.2, bias=biased)
+    original = _prefixed("vision_tower.", tower) | make.tensors
+    # the epsilon of its norms is not the tower's
+    language = {"model_type": "mistral", "hidden_size": text, "intermediate_size": 24, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 8,
+                "rms_norm_eps": 1e-6}  # fmt: skip
+    config: dict[str, Any] = {
+        "model_type": projector, "image_token_index": 95, "projector_hidden_act": "gelu", "text_config": language,
+        "vision_config": vision, "vision_feature_layer": -1,
+    }  # fmt: skip
+    own: dict[str, Any] = {**sizes.config, "num_channels": 3, "rope_theta": 10000.0, "image_token_id": 95}
+    if merge > 1:
+        config |= {"spatial_merge_size": merge, "multimodal_projector_bias": False}
+        own |= {"spatial_merge_size": merge, "mm_projector_id": "patch_merge", "adapter_bias": False,
+                "add_pre_mm_projector_layer_norm": True, "max_image_size": sizes.image}  # fmt: skip
+    else:
+        config |= {"vision_feature_select_strategy": "full"}
+    # 5 is the layer of the language model: a reader that counts it among the tower's shows
+    beside = "language_model.model.layers.5.input_layernorm.weight"
+    return Checkpoint(
+        {
+            "original": original,
+            "transformers": _prefixed("model.", original),
+            "mistral": dict(_pixtral_as_mistral(name, value, sizes) for name, value in original.items()),
+        },
+        {
+            "original": {beside: _nan(text)},
+            "transformers": {f"model.{beside}": _nan(text)},
+            "mistral": {"layers.5.attention_norm.weight": _nan(text), "tok_embeddings.weight": _nan(96, text)},
+        },
+        {"original": config, "params": {"dim": text, "n_layers": 1, "norm_eps": 1e-6, "vision_encoder": own}},
+    )
+
+
+def _pixtral_as_mistral(name: str, value: np.ndarray, sizes: VitSizes) -> tuple[str, np.ndarray]:
+    for old, new in (
+        ("vision_tower.", "vision_encoder."),
+        ("multi_modal_projector.norm", "pre_mm_projector_norm"),
+        ("multi_modal_projector.patch_merger", "patch_merger"),
+        ("multi_modal_projector.linear_1", "vision_language_adapter.w_in"),
+        ("multi_modal_projector.linear_2", "vision_language_adapter.w_out"),
+        ("gate_proj", "w1"),
+        ("down_proj", "w2"),
+        ("up_proj", "w3"),
+        *((f".{letter}_proj", f".w{letter}") for letter in "qkvo"),
+    ):
+        name = name.replace(old, new)
+    if name.endswith((".wq.weight", ".wk.weight")):
+        # what transformers' converter did, undone: pairs of channels lie side by side
+        halves = value.reshape(sizes.heads, 2, sizes.head_dim // 2, -1)
+        value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    return name, value
 
 
 def dinov2_in_memory(name: str) -> str:

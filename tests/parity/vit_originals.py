@@ -1,13 +1,15 @@
 """transformers' plain vision transformers on the tiny checkpoints of `tests.parity.vit_checkpoints`.
 
 They compute everything in their parameters' dtype, so that in float64 they are the truth as they stand. (DINOv2 resizes
-its positions in float32, and InternViT has its RMS norms in it: that is done in double here.)
+its positions in float32, InternViT and Pixtral have their RMS norms in it, and Pixtral its rotary tables: that is done
+in double here.)
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,7 +21,9 @@ from transformers import (
     InternVLConfig,
     InternVLVisionConfig,
     LlavaConfig,
+    Mistral3Config,
     PaliGemmaConfig,
+    PixtralVisionConfig,
     Siglip2VisionConfig,
     SiglipVisionConfig,
 )
@@ -27,7 +31,13 @@ from transformers.models.clip.modeling_clip import CLIPVisionModel
 from transformers.models.dinov2.modeling_dinov2 import Dinov2Embeddings, Dinov2Model
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLVisionModel, InternVLVisionRMSNorm
 from transformers.models.llava.modeling_llava import LlavaModel
+from transformers.models.mistral3.modeling_mistral3 import Mistral3Model, Mistral3RMSNorm
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaModel
+from transformers.models.pixtral.modeling_pixtral import (
+    PixtralRMSNorm,
+    PixtralVisionModel,
+    PixtralVisionRotaryEmbedding,
+)
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings, Siglip2VisionModel
 
@@ -107,8 +117,8 @@ class _Siglip2(Siglip2VisionModel):
         return image[0].flatten(1).T[None]
 
 
-class _RMSNorm(InternVLVisionRMSNorm):
-    """With statistics in double where the model is."""
+class _RMSNorm(PixtralRMSNorm):
+    """In double where the model is; InternViT's and Mistral3's are the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float64:
@@ -116,11 +126,51 @@ class _RMSNorm(InternVLVisionRMSNorm):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+class _Rotary(PixtralVisionRotaryEmbedding):
+    """In double where the model is."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype != torch.float64:
+            return super().forward(x, position_ids)
+        return pixtral_rotary(position_ids, head_dim=2 * len(self.inv_freq))
+
+
+def pixtral_rotary(
+    yx: torch.Tensor, *, head_dim: int, order: Literal["yx", "xy"] = "yx", shared: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [tokens, head_dim] of rows and columns, float64.
+
+    Args:
+        yx: row and column of each token.
+        head_dim: width of a head.
+        order: a mistake is "xy": columns turn the first half of the pairs.
+        shared: a mistake too: columns turn with the frequencies of rows.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    first, second = yx.double().T[:, :, None] if order == "yx" else yx.double().flip(-1).T[:, :, None]
+    angles = torch.cat([first * frequencies[::2], second * frequencies[0 if shared else 1 :: 2]], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
 def _in_double(model: nn.Module) -> nn.Module:
     for part in model.modules():
-        if isinstance(part, InternVLVisionRMSNorm):
+        # by class: a copy of the model, in which a mistake is made, keeps it
+        if isinstance(part, InternVLVisionRMSNorm | PixtralRMSNorm | Mistral3RMSNorm):
             part.__class__ = _RMSNorm
+        elif isinstance(part, PixtralVisionRotaryEmbedding):
+            part.__class__ = _Rotary
     return model
+
+
+def _merged(model: nn.Module, pixels: torch.Tensor) -> Sequence[torch.Tensor]:
+    sizes = torch.tensor([pixels.shape[-2:]] * len(pixels))
+    return model.get_image_features(pixels, image_sizes=sizes, vision_feature_layer=-1).pooler_output
+
+
+def encoder_of(tower: nn.Module) -> nn.Module:
+    """What holds the blocks of a tower."""
+    return tower.transformer if isinstance(tower, PixtralVisionModel) else tower.encoder
 
 
 def _itself(model: nn.Module) -> nn.Module:
@@ -167,6 +217,19 @@ KINDS = {
         rows=lambda model, pixels: model.get_image_features(pixels).pooler_output,
         layout="transformers",
     ),
+    "pixtral": Kind(
+        build=lambda config: _in_double(PixtralVisionModel(PixtralVisionConfig(**config))),
+        name=lambda name: name,
+        tower=_itself,
+        rows=_hidden,
+    ),
+    "pixtral in llava": Kind(
+        build=lambda config: _in_double(LlavaModel(LlavaConfig(**config))),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_features,
+        layout="transformers",
+    ),
     "internvl": Kind(
         build=lambda config: _in_double(InternVLModel(InternVLConfig(**config))),
         name=lambda name: name.removeprefix("model."),
@@ -179,6 +242,12 @@ KINDS = {
         name=lambda name: name,
         tower=_itself,
         rows=_hidden,
+    ),
+    "mistral3": Kind(
+        build=lambda config: _in_double(Mistral3Model(Mistral3Config(**config))),
+        name=lambda name: name.removeprefix("model."),
+        tower=lambda model: model.vision_tower,
+        rows=_merged,
         layout="transformers",
     ),
     "dinov2": Kind(
@@ -210,7 +279,7 @@ class Original:
         if alter is not None:
             alter(model)
         rows, hidden = [], []
-        encoder = self.kind.tower(model).encoder
+        encoder = encoder_of(self.kind.tower(model))
         blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
         for patches, grid in items:
             with torch.no_grad(), _recorded(blocks) as states:

@@ -47,6 +47,7 @@ from tests.parity.vit_checkpoints import (
     llava,
     pictures,
     pictures_of,
+    pixtral,
     siglip,
     siglip2,
     tiles,
@@ -108,6 +109,11 @@ CASES = {
     "siglip2": Case(lambda: siglip2(seed=7), lambda: pictures_of(PICTURES, patch=14)),
     # as the one of 6B is
     "internvl": Case(lambda: internvit(VitSizes(heads=5), seed=7, big=True), lambda: tiles(VitSizes())),
+    # as Mistral Small's is
+    "pixtral": Case(
+        lambda: pixtral(seed=7, projector="mistral3"),
+        lambda: pictures_of([(4, 6), (8, 10), (2, 4)], patch=14),
+    ),
     # as the giant is
     "dinov2": Case(lambda: dinov2(seed=7, gated=True), lambda: pictures_of(PICTURES, patch=14)),
 }
