@@ -20,7 +20,7 @@ from jaxenc.preprocess.audio import load_audio
 from jaxenc.preprocess.images import load_image
 from tests.parity import checkpoints
 from tests.parity.checkpoints import AudioSizes, Checkpoint, KimiSizes, PooledSizes, QwenSizes, WhisperSizes
-from tests.parity.vit_checkpoints import VitSizes, clip, dinov2, llava, paligemma, siglip, siglip2
+from tests.parity.vit_checkpoints import VitSizes, clip, dinov2, internvit, llava, paligemma, pixtral, siglip, siglip2
 
 DTYPES = ("float32", "bfloat16")
 ASSETS = files("jaxenc") / "assets"
@@ -69,6 +69,8 @@ class Subject:
         """What the parity run encodes, for an encoder of some size: real pictures and sounds, of odd sizes too."""
         if config.modality == "audio":
             return speech(config)
+        if config.family == "internvit":
+            config = replace(config, tiles=2)  # type: ignore[type-var]  # as many as say all that there is to say
         step = max(1, 14 // config.patch)  # type: ignore[attr-defined]  # small models have small patches
         photograph = load_image(PHOTOGRAPH)
         # a camera that moves over the photograph
@@ -117,7 +119,11 @@ def _arrays(checkpoint: Checkpoint) -> Iterator[np.ndarray]:
 
 
 def _vit(c: Any) -> VitSizes:
-    return VitSizes(c.layers + c.skipped, c.heads, c.head_dim, c.mlp, c.patch, c.image)
+    return VitSizes(c.layers + c.skipped, c.heads, c.head_dim, c.mlp, c.patch, c.image, text=c.out or 0)
+
+
+def _pixtral(c: Any) -> VitSizes:
+    return VitSizes(c.layers, c.heads, c.head_dim, c.mlp, c.patch, c.image, text=c.out)
 
 
 def _qwen(c: Any) -> QwenSizes:
@@ -154,8 +160,18 @@ SUBJECTS = {
         Subject("siglip:so400m", "siglip", siglip, _vit, VitSizes(image=70)),
         Subject("siglip:paligemma-224", "paligemma", paligemma, _vit, VitSizes(image=70)),
         Subject("siglip2:so400m", "siglip2", siglip2, _vit, VitSizes(image=70)),
-        Subject("dinov2:large", "dinov2", dinov2, _vit, VitSizes(image=70)),
-        Subject("dinov2:giant", "dinov2", partial(dinov2, gated=True), _vit, VitSizes(image=70)),
+        Subject("dinov2:large", "dinov2", partial(dinov2, ratio=4), _vit, VitSizes(image=70)),
+        Subject("dinov2:giant", "dinov2", partial(dinov2, ratio=4, gated=True), _vit, VitSizes(image=70)),
+        Subject("internvit:300m", "internvl", internvit, _vit, VitSizes()),
+        Subject("internvit:6b", "internvl", partial(internvit, big=True), _vit, VitSizes(), layers=8),
+        Subject("pixtral:12b", "pixtral in llava", pixtral, _pixtral, VitSizes(image=560)),
+        Subject(
+            "pixtral:mistral-small-3.1",
+            "mistral3",
+            partial(pixtral, projector="mistral3"),
+            _pixtral,
+            VitSizes(image=560),
+        ),
         Subject("qwen2_vl:7b", "qwen2_vl", checkpoints.qwen2_vl, _qwen, QwenSizes(mlp=96)),
         Subject("qwen2_5_vl:7b", "qwen2_5_vl", checkpoints.qwen2_5_vl, _qwen, QwenSizes(mlp=96)),
         Subject("qwen3_vl:8b", "qwen3_vl", checkpoints.qwen3_vl, _qwen, QwenSizes(mlp=96)),

@@ -124,11 +124,11 @@ MODELS = {
         1e-5,
     ),
     "internvit": Model(
-        "internvit", partial(tiny.internvit, text=None), tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5
+        "internvit", partial(tiny.internvit, alone=True), tiny.tiles(SIZES), "gelu", INTERN_NORMS, 1e-6, 1e-5
     ),
     "internvit 6b": Model(
         "internvit",
-        partial(tiny.internvit, INTERN_6B, big=True, text=None),
+        partial(tiny.internvit, INTERN_6B, big=True, alone=True),
         tiny.tiles(SIZES),
         "gelu",
         INTERN_NORMS,

@@ -10,12 +10,16 @@ import numpy as np
 from tests.parity.checkpoints import Checkpoint, Tensors, _Maker, _nan, image_patches
 
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
-TEXT = 20  # width of the language model
 
 
 @dataclass(frozen=True)
 class VitSizes:
-    """Sizes of a tiny tower; `image` is the side in pixels of the pictures that its position table is for."""
+    """Sizes of a tiny tower.
+
+    Attributes:
+        image: side of the pictures that the position table is for, pixels.
+        text: width of the language model, where there is one.
+    """
 
     layers: int = 3
     heads: int = 4
@@ -23,6 +27,7 @@ class VitSizes:
     mlp: int = 72
     patch: int = 14
     image: int = 56
+    text: int = 20
 
     @property
     def embed(self) -> int:
@@ -79,23 +84,23 @@ def llava(
     """
     names = _clip_tower(sizes, seed, scales) if tower == "clip" else _siglip_tower(sizes, seed, scales)
     make = _Maker(seed, scales)
-    make.linear("multi_modal_projector.linear_1", (TEXT, sizes.embed), gain=1.3)
-    make.linear("multi_modal_projector.linear_2", (TEXT, TEXT), gain=1.2)
+    make.linear("multi_modal_projector.linear_1", (sizes.text, sizes.embed), gain=1.3)
+    make.linear("multi_modal_projector.linear_2", (sizes.text, sizes.text), gain=1.2)
     original = _prefixed("vision_tower.vision_model.", names) | make.tensors
     native = _prefixed("model.vision_tower.", names) | _prefixed("model.", make.tensors)
     # 5 is the layer of the language model: a reader that counts it among the tower's shows
     beside = "language_model.model.layers.5.input_layernorm.weight"
     config = {
         "model_type": "llava", "image_token_index": 95, "projector_hidden_act": "gelu",
-        "text_config": {"model_type": "llama", "hidden_size": TEXT, "intermediate_size": 24, "num_attention_heads": 2,
-                        "num_hidden_layers": 1, "vocab_size": 96},
+        "text_config": {"model_type": "llama", "hidden_size": sizes.text, "intermediate_size": 24,
+                        "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 96},
         "vision_config": {**sizes.config, "model_type": f"{tower}_vision_model", "vision_use_head": False},
         "vision_feature_layer": -2 if tower == "clip" else -1,
         "vision_feature_select_strategy": "default" if tower == "clip" else "full",
     }  # fmt: skip
     return Checkpoint(
         {"original": original, "transformers": native},
-        {"original": {beside: _nan(TEXT)}, "transformers": {f"model.{beside}": _nan(TEXT)}},
+        {"original": {beside: _nan(sizes.text)}, "transformers": {f"model.{beside}": _nan(sizes.text)}},
         {"original": config},
     )
 
@@ -133,24 +138,29 @@ def siglip2(
 def paligemma(sizes: VitSizes = VitSizes(), *, seed: int = 0, scales: Mapping[str, float] = NO_SCALES) -> Checkpoint:
     """A tiny PaliGemma. Layouts: `original`, and `transformers`, as transformers 5 names them in memory."""
     make, names = _Maker(seed, scales), _siglip_tower(sizes, seed, scales)
-    make.linear("multi_modal_projector.linear", (TEXT, sizes.embed), gain=1.3)
-    text = {"model_type": "gemma", "hidden_size": TEXT, "intermediate_size": 24, "num_attention_heads": 2,
+    make.linear("multi_modal_projector.linear", (sizes.text, sizes.embed), gain=1.3)
+    text = {"model_type": "gemma", "hidden_size": sizes.text, "intermediate_size": 24, "num_attention_heads": 2,
             "num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 8}  # fmt: skip
-    vision = {**sizes.config, "model_type": "siglip_vision_model", "projection_dim": TEXT, "vision_use_head": False}
+    vision = {
+        **sizes.config,
+        "model_type": "siglip_vision_model",
+        "projection_dim": sizes.text,
+        "vision_use_head": False,
+    }
     return Checkpoint(
         {
             "original": _prefixed("vision_tower.vision_model.", names) | make.tensors,
             "transformers": _prefixed("model.vision_tower.", names) | _prefixed("model.", make.tensors),
         },
         {
-            "original": {"language_model.model.norm.weight": _nan(TEXT)},
-            "transformers": {"model.language_model.norm.weight": _nan(TEXT)},
+            "original": {"language_model.model.norm.weight": _nan(sizes.text)},
+            "transformers": {"model.language_model.norm.weight": _nan(sizes.text)},
         },
         {
             "original": {
                 "model_type": "paligemma",
-                "hidden_size": TEXT,
-                "projection_dim": TEXT,
+                "hidden_size": sizes.text,
+                "projection_dim": sizes.text,
                 "image_token_index": 95,
                 "text_config": text,
                 "vision_config": vision,
@@ -165,14 +175,15 @@ def dinov2(
     seed: int = 0,
     scales: Mapping[str, float] = NO_SCALES,
     gated: bool = False,
+    ratio: int = 3,
 ) -> Checkpoint:
     """A tiny DINOv2; `gated` as the giant is.
 
     Layouts: `original`, `classifier` (dinov2.* beside a classifier), and `transformers`, as transformers 5 names them
-    in memory. The MLP is as wide as the config's ratio says, not as `sizes`.
+    in memory. The MLP is `ratio` times as wide as the tower, not as `sizes` says.
     """
     make, d = _Maker(seed, scales), sizes.embed
-    hidden = (int(3 * d * 2 / 3) + 7) // 8 * 8 if gated else 3 * d
+    hidden = (int(ratio * d * 2 / 3) + 7) // 8 * 8 if gated else ratio * d
     make.tensor("embeddings.cls_token", (1, 1, d), scale=1.0)
     make.tensor("embeddings.position_embeddings", (1, (sizes.image // sizes.patch) ** 2 + 1, d), scale=0.8)
     make.linear("embeddings.patch_embeddings.projection", (d, 3, sizes.patch, sizes.patch), gain=2.0)
@@ -197,7 +208,7 @@ def dinov2(
         else:
             native[dinov2_in_memory(name)] = value
     config = {
-        **sizes.config, "model_type": "dinov2", "mlp_ratio": 3, "use_swiglu_ffn": gated, "hidden_act": "gelu",
+        **sizes.config, "model_type": "dinov2", "mlp_ratio": ratio, "use_swiglu_ffn": gated, "hidden_act": "gelu",
         "layer_norm_eps": 1e-6, "layerscale_value": 1.0, "num_channels": 3, "qkv_bias": True,
     }  # fmt: skip
     del config["intermediate_size"]  # there is none in DINOv2's
@@ -218,14 +229,14 @@ def pixtral(
     seed: int = 0,
     scales: Mapping[str, float] = NO_SCALES,
     projector: Literal["llava", "mistral3"] | None = "llava",
-    text: int = TEXT,
 ) -> Checkpoint:
     """A tiny Pixtral with a projector: a LLaVA's, or a Mistral3's, which merges 2 x 2 patches; or the tower alone.
 
     Layouts: `original`, `transformers`, as transformers 5 names them in memory, and `mistral`, which has another order
     of rotary channels. Configs: `original`, and `params`, as Mistral's params.json is. Of the tower alone: `original`.
     """
-    make, d, merge = _Maker(seed, scales, norm_bias=False), sizes.embed, 2 if projector == "mistral3" else 1
+    make, d, text = _Maker(seed, scales, norm_bias=False), sizes.embed, sizes.text
+    merge = 2 if projector == "mistral3" else 1
     make.linear("patch_conv", (d, 3, sizes.patch, sizes.patch), gain=2.0, bias=False)
     make.norm("ln_pre", d)
     for n in range(sizes.layers):
@@ -318,15 +329,15 @@ def internvit(
     seed: int = 0,
     scales: Mapping[str, float] = NO_SCALES,
     big: bool = False,
-    text: int | None = TEXT,
+    alone: bool = False,
 ) -> Checkpoint:
     """A tiny InternViT; `big` as the one of 6B is, with RMS norms, also of queries and keys, and no bias there.
 
-    With `text`, the width of the language model, it is in an InternVL with its projector; with None alone.
+    It is in an InternVL with its projector, or `alone`.
     Layouts: `original` (OpenGVLab's), `transformers`, as transformers 5 names them in memory, and `hub`, as it writes
     them. Configs: `original` (transformers'), and `chat` (OpenGVLab's).
     """
-    make, d = _Maker(seed, scales, norm_bias=not big), sizes.embed
+    make, d, text = _Maker(seed, scales, norm_bias=not big), sizes.embed, sizes.text
     make.tensor("embeddings.cls_token", (1, 1, d), scale=1.0)
     make.tensor("embeddings.position_embeddings", (1, (sizes.image // sizes.patch) ** 2 + 1, d), scale=0.8)
     make.linear("embeddings.patch_embeddings.projection", (d, 3, sizes.patch, sizes.patch), gain=2.0)
@@ -344,11 +355,11 @@ def internvit(
         for number in (1, 2):
             make.tensor(f"{layer}.lambda_{number}", (d,), scale=0.5, offset=0.7)
     projector = _Maker(seed, scales)
-    if text is not None:
+    if not alone:
         projector.norm("multi_modal_projector.layer_norm", 4 * d)
         projector.linear("multi_modal_projector.linear_1", (text, 4 * d), gain=1.3)
         projector.linear("multi_modal_projector.linear_2", (text, text), gain=1.2)
-    hub = _prefixed("" if text is None else "vision_tower.", make.tensors) | projector.tensors
+    hub = _prefixed("" if alone else "vision_tower.", make.tensors) | projector.tensors
     original: Tensors = {}
     for name, value in hub.items():
         if ".q_proj." in name:
@@ -365,7 +376,7 @@ def internvit(
         **sizes.config, "model_type": "intern_vit_6b", "norm_type": vision["norm_type"], "qk_normalization": big,
         "qkv_bias": not big, "hidden_act": "gelu", "layer_norm_eps": 1e-6,
     }  # fmt: skip
-    if text is None:
+    if alone:
         return Checkpoint(
             {"original": original, "transformers": hub, "hub": hub},
             {"original": {}, "transformers": {}, "hub": {}},
