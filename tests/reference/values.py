@@ -110,7 +110,7 @@ CASES = {
     # as the one of 6B is
     "internvl": Case(lambda: internvit(VitSizes(heads=5), seed=7, big=True), lambda: tiles(VitSizes())),
     # as Mistral Small's is
-    "pixtral": Case(
+    "mistral3": Case(
         lambda: pixtral(seed=7, projector="mistral3"),
         lambda: pictures_of([(4, 6), (8, 10), (2, 4)], patch=14),
     ),
