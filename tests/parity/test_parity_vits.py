@@ -301,7 +301,7 @@ def assert_same_on_a_mesh(subject: Subject, shape: tuple[int, int], strategy: An
     encoder = jaxenc.load(subject.folder, mesh=mesh, dtype="float32", strategy=strategy)
     tokens = sum(sum(encoder.config.pieces(jaxenc.VisionItem(*item))) for item in subject.items)
     # the last has whole pictures in it, and pictures that are spread over rows
-    *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 30)
+    *_, (_, single) = equality.layouts(encoder, tokens, encoder.config.window or 32)
     assert_float32_equal(encode(single, subject.items), subject.rows)
 
 
