@@ -43,6 +43,7 @@ KEYS: Mapping[str, Keys] = {
 }
 TOWER = ("layers", "embed", "heads", "mlp", "patch", "positions")
 PROJECTED = ("skipped", "hidden", "out", "projector_bias")
+EVEN = 24  # tokens that 2, 3, 4, 6, 8 and 12 devices divide: a row that is no window may be a little longer
 PROJECTOR_EPS = 1e-5  # PyTorch's default, where a projector has a norm
 LLAMA_WIDTH = 4096  # what a text_config means that leaves its hidden_size out, as LLaVA-1.5-7B's does
 
@@ -144,8 +145,8 @@ class Vit:
 
     @property
     def unit(self) -> int:
-        """Tokens that a row's length is a multiple of."""
-        return self.window or 1
+        """Tokens that a row's length is a multiple of: a window, or those of an output row."""
+        return self.window or self.merge**2
 
     @property
     def typical_tokens(self) -> int:
@@ -241,7 +242,10 @@ class Vit:
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from: 1 to 16 pictures of a fixed size, or the family's own."""
-        return tuple(self.positions << i for i in range(5)) if self.resized == "no" else self.row_lengths
+        if self.resized != "no":
+            return self.row_lengths
+        picture = self.window or -(-self.positions // EVEN) * EVEN
+        return tuple(picture << i for i in range(5))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget."""
