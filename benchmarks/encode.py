@@ -25,7 +25,7 @@ from benchmarks.process import fresh
 from benchmarks.results import RESULTS, Row, Table, keep
 from benchmarks.subjects import DTYPES, PHOTOGRAPH, SUBJECTS, Subject, add_arguments, speech
 from jaxenc.items import Item
-from jaxenc.models import EncoderConfig
+from jaxenc.models.base import EncoderConfig
 from jaxenc.preprocess.images import load_image
 
 ENCODERS = ("kimi_k25", "qwen3_omni_audio")

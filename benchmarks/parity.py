@@ -36,7 +36,8 @@ from benchmarks.subjects import (
     round_to_bfloat16,
 )
 from jaxenc.items import Item
-from jaxenc.models import EncoderConfig, published_configs
+from jaxenc.models import published_configs
+from jaxenc.models.base import EncoderConfig
 from jaxenc.packing import Budget
 from tests.parity.checkpoints import Checkpoint
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxenc import AudioItem, VisionItem
 from jaxenc.items import Item
-from jaxenc.models import EncoderConfig, named_config
+from jaxenc.models import named_config
+from jaxenc.models.base import EncoderConfig
 from jaxenc.preprocess.audio import load_audio
 from jaxenc.preprocess.images import load_image
 from tests.parity import checkpoints

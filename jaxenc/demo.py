@@ -18,7 +18,8 @@ import checkpoints_convert
 import jaxenc
 from jaxenc.layers.parameters import flatten
 from jaxenc.loading import open_checkpoint, towers
-from jaxenc.models import EncoderConfig, kimi_k25, qwen3_omni_audio
+from jaxenc.models import kimi_k25, qwen3_omni_audio
+from jaxenc.models.base import EncoderConfig
 from sharding_rules import Plan
 
 ASSETS = files("jaxenc") / "assets"

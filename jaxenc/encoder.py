@@ -23,7 +23,8 @@ from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.ladder import full_work, ladder_of
 from jaxenc.layers.parameters import Shard, flatten
-from jaxenc.models import EncoderConfig, abstract_module
+from jaxenc.models import abstract_module
+from jaxenc.models.base import EncoderConfig
 from jaxenc.packer import Packer, pack
 from jaxenc.packing import Batch, Budget, Placed
 from jaxenc.progress import with_progress

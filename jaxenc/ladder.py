@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from jaxenc.models import EncoderConfig
+from jaxenc.models.base import EncoderConfig
 from jaxenc.packing import Budget, divides, spread_unit
 from sharding_rules import Batching, Plan, Workload
 from sharding_rules.costs import dtype_of

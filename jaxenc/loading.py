@@ -22,12 +22,12 @@ from jaxenc.encoder import Encoder
 from jaxenc.errors import ConfigError
 from jaxenc.layers.parameters import declared
 from jaxenc.models import (
-    EncoderConfig,
     abstract_module,
     named_config,
     published_configs,
     stored_config,
 )
+from jaxenc.models.base import EncoderConfig
 from jaxenc.packing import Budget
 from jaxenc.rules import default_rules
 from sharding_rules import AxisRules, DeviceProfile, Parameter, Plan, make_mesh, resolve

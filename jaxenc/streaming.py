@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import Item
-from jaxenc.models import EncoderConfig
+from jaxenc.models.base import EncoderConfig
 from jaxenc.packer import Packer
 from jaxenc.packing import Budget, Placed, Slots
 from jaxenc.reading import OnError, Run, log_skipped

@@ -19,7 +19,7 @@ def mappings(
     position_h: int,
     position_w: int,
     projector_in: int,
-    projector_out: int,
+    out: int,
     channels: int = 3,
 ) -> dict[str, Mapping]:
     """The two layouts.
@@ -33,7 +33,7 @@ def mappings(
         position_h: Rows of the position table.
         position_w: Columns of the position table.
         projector_in: Width of a merged patch (4 x embed), which is the projector's inner width too.
-        projector_out: Width of the language model.
+        out: Width of the language model.
         channels: Colour channels.
 
     Returns:
@@ -64,7 +64,7 @@ def mappings(
             *norm("final_norm", f"{tower}{names['final_norm']}", embed),
             *norm("projector/norm", f"{projector}pre_norm", embed),
             *linear("projector/up", f"{projector}{names['projector_up']}", stored=(projector_in, projector_in)),
-            *linear("projector/down", f"{projector}{names['projector_down']}", stored=(projector_out, projector_in)),
+            *linear("projector/down", f"{projector}{names['projector_down']}", stored=(out, projector_in)),
         )
 
     block = "vision_tower.encoder.blocks.{layer}."

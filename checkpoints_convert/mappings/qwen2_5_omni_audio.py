@@ -4,7 +4,7 @@ from checkpoints_convert.mapping import Entry, Mapping, linear, norm
 from checkpoints_convert.mappings.whisper_parts import blocks, convolutions
 
 
-def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, projector_out: int) -> dict[str, Mapping]:
+def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel: int, out: int) -> dict[str, Mapping]:
     """The one layout, under any of its prefixes.
 
     Args:
@@ -12,19 +12,19 @@ def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, pr
         embed: Width of the tower.
         heads: Attention heads; the head dimension is embed / heads.
         mlp: Inner width of the blocks' MLP.
-        mel_bins: Mel bins of the input.
-        projector_out: Width of the language model.
+        mel: Mel bins of the input.
+        out: Width of the language model.
 
     Returns:
         {"original": ...}
     """
     prefix = "thinker.audio_tower."
     entries = (
-        *convolutions(prefix, embed=embed, mel_bins=mel_bins),
+        *convolutions(prefix, embed=embed, mel=mel),
         *blocks(prefix, embed=embed, heads=heads, mlp=mlp, key_bias=False),
         *norm("final_norm", f"{prefix}ln_post", embed),
-        *linear("projector", f"{prefix}proj", stored=(projector_out, embed)),
-        Entry("boundary_embed", f"{prefix}audio_bos_eos_token.weight", stored=(2, projector_out)),
+        *linear("projector", f"{prefix}proj", stored=(out, embed)),
+        Entry("boundary_embed", f"{prefix}audio_bos_eos_token.weight", stored=(2, out)),
     )
     mapping = Mapping(
         "qwen2_5_omni_audio",

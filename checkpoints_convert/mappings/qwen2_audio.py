@@ -5,7 +5,7 @@ from checkpoints_convert.mappings.whisper_parts import blocks, convolutions
 
 
 def mappings(
-    *, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, positions: int, projector_out: int
+    *, layers: int, embed: int, heads: int, mlp: int, mel: int, positions: int, out: int
 ) -> dict[str, Mapping]:
     """The one layout, with or without a leading `model.`.
 
@@ -14,20 +14,20 @@ def mappings(
         embed: Width of the encoder.
         heads: Attention heads; the head dimension is embed / heads.
         mlp: Inner width of the blocks' MLP.
-        mel_bins: Mel bins of the input.
+        mel: Mel bins of the input.
         positions: Rows of the position table (1500).
-        projector_out: Width of the language model.
+        out: Width of the language model.
 
     Returns:
         {"original": ...}
     """
     tower, projector = "audio_tower.", "multi_modal_projector."
     entries = (
-        *convolutions(tower, embed=embed, mel_bins=mel_bins),
+        *convolutions(tower, embed=embed, mel=mel),
         Entry("position_embed", f"{tower}embed_positions.weight", stored=(positions, embed)),
         *blocks(tower, embed=embed, heads=heads, mlp=mlp, key_bias=False),
         *norm("final_norm", f"{tower}layer_norm", embed),
-        *linear("projector", f"{projector}linear", stored=(projector_out, embed)),
+        *linear("projector", f"{projector}linear", stored=(out, embed)),
     )
     mapping = Mapping(
         "qwen2_audio",

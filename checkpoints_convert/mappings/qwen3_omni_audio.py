@@ -15,9 +15,9 @@ def mappings(
     embed: int,
     heads: int,
     mlp: int,
-    conv_channels: int,
+    channels: int,
     conv_features: int,
-    projector_out: int,
+    out: int,
     kernel: int = 3,
 ) -> dict[str, Mapping]:
     """The layouts, each under any of its prefixes.
@@ -28,9 +28,9 @@ def mappings(
         embed: Width of the tower.
         heads: Attention heads; the head dimension is embed / heads.
         mlp: Inner width of the blocks' MLP.
-        conv_channels: Channels of the three convolutions.
+        channels: Channels of the three convolutions.
         conv_features: Convolution channels x mel bins left after them (480 x 16).
-        projector_out: Width of the language model.
+        out: Width of the language model.
         kernel: Side of the convolutions' kernels.
 
     Returns:
@@ -40,14 +40,14 @@ def mappings(
     def layout(name: str, prefix: str, spellings: tuple[str, ...], up: str, down: str) -> Mapping:
         tower = f"{prefix}audio_tower."
         entries = (
-            *linear("stem/conv1", f"{tower}conv2d1", stored=(conv_channels, 1, kernel, kernel)),
-            *linear("stem/conv2", f"{tower}conv2d2", stored=(conv_channels, conv_channels, kernel, kernel)),
-            *linear("stem/conv3", f"{tower}conv2d3", stored=(conv_channels, conv_channels, kernel, kernel)),
+            *linear("stem/conv1", f"{tower}conv2d1", stored=(channels, 1, kernel, kernel)),
+            *linear("stem/conv2", f"{tower}conv2d2", stored=(channels, channels, kernel, kernel)),
+            *linear("stem/conv3", f"{tower}conv2d3", stored=(channels, channels, kernel, kernel)),
             *linear("stem/out", f"{tower}conv_out", stored=(embed, conv_features), bias=False),
             *blocks(tower, embed=embed, heads=heads, mlp=mlp, key_bias=True),
             *norm("final_norm", f"{tower}ln_post", embed),
             *linear("projector/up", f"{prefix}{up}", stored=(embed, embed)),
-            *linear("projector/down", f"{prefix}{down}", stored=(projector_out, embed)),
+            *linear("projector/down", f"{prefix}{down}", stored=(out, embed)),
         )
         owned = dict.fromkeys(f"{prefix}{part.split('.')[0]}." for part in ("audio_tower", up))
         return Mapping(

@@ -4,7 +4,7 @@ from checkpoints_convert.mapping import Entry, Mapping, norm
 from checkpoints_convert.mappings.whisper_parts import blocks, convolutions
 
 
-def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, positions: int) -> dict[str, Mapping]:
+def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel: int, positions: int) -> dict[str, Mapping]:
     """The one layout, with or without the leading `model.`.
 
     Args:
@@ -12,7 +12,7 @@ def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, po
         embed: Width of the encoder.
         heads: Attention heads; the head dimension is embed / heads.
         mlp: Inner width of the blocks' MLP.
-        mel_bins: Mel bins of the input.
+        mel: Mel bins of the input.
         positions: Rows of the position table (1500).
 
     Returns:
@@ -20,7 +20,7 @@ def mappings(*, layers: int, embed: int, heads: int, mlp: int, mel_bins: int, po
     """
     prefix = "model.encoder."
     entries = (
-        *convolutions(prefix, embed=embed, mel_bins=mel_bins),
+        *convolutions(prefix, embed=embed, mel=mel),
         Entry("position_embed", f"{prefix}embed_positions.weight", stored=(positions, embed)),
         *blocks(prefix, embed=embed, heads=heads, mlp=mlp, key_bias=False),
         *norm("final_norm", f"{prefix}layer_norm", embed),

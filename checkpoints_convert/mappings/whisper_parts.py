@@ -3,17 +3,17 @@
 from checkpoints_convert.mapping import Entry, linear, norm
 
 
-def convolutions(prefix: str, *, embed: int, mel_bins: int, kernel: int = 3) -> tuple[Entry, ...]:
+def convolutions(prefix: str, *, embed: int, mel: int, kernel: int = 3) -> tuple[Entry, ...]:
     """The two convolutions over time.
 
     Args:
         prefix: What their names start with.
         embed: Width of the encoder.
-        mel_bins: Mel bins of the input.
+        mel: Mel bins of the input.
         kernel: Width of their kernels.
     """
     return (
-        *linear("stem/conv1", f"{prefix}conv1", stored=(embed, mel_bins, kernel)),
+        *linear("stem/conv1", f"{prefix}conv1", stored=(embed, mel, kernel)),
         *linear("stem/conv2", f"{prefix}conv2", stored=(embed, embed, kernel)),
     )
 

@@ -1,18 +1,15 @@
 """The families of encoders, and what each of them offers to the rest."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
-from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.errors import ConfigError
-from jaxenc.items import Item
-from jaxenc.layers.transformer import TransformerConfig
 from jaxenc.models import (
     clip,
     dinov2,
@@ -32,84 +29,7 @@ from jaxenc.models import (
     siglip2,
     whisper,
 )
-from jaxenc.packing import Batch, Budget, Placed
-from sharding_rules import Workload
-
-
-class EncoderConfig(Protocol):
-    """An encoder: its sizes, its module, and what the host has to know of it. One class a family.
-
-    Attributes:
-        family: its name.
-        modality: "vision" or "audio".
-        kinds: arguments of `Encoder.encode` that it takes.
-        published: models that use it.
-        model_types: of the config.json files that describe it; "model (tower)" where the type of its `vision_config`
-            decides; "params.json" for Mistral's files of that name, which hold none.
-    """
-
-    family: ClassVar[str]
-    modality: ClassVar[str]
-    kinds: ClassVar[tuple[str, ...]]
-    published: ClassVar[tuple[str, ...]]
-    model_types: ClassVar[tuple[str, ...]]
-
-    @property
-    def input_axes(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Logical axes of each array that `layout` makes and the module reads."""
-
-    @property
-    def transformer(self) -> TransformerConfig:
-        """The stack of blocks."""
-
-    @property
-    def window(self) -> int | None:
-        """Tokens of an attention window; None where an item attends as a whole."""
-
-    @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of."""
-
-    @property
-    def typical_tokens(self) -> int:
-        """Tokens of the item that a plan is made for where nothing else is said."""
-
-    def __hash__(self) -> int:
-        """Configs are values."""
-
-    def build(self, *, dtype: DTypeLike) -> nnx.Module:
-        """The module; its parameters hold zeros until they are given."""
-
-    def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
-
-    def pieces(self, item: Any) -> tuple[int, ...]:
-        """Tokens of each part of an item that attends by itself."""
-
-    def item_unit(self, item: Any) -> int:
-        """Tokens of an item that stay together where it is spread over devices."""
-
-    def output_rows(self, item: Any) -> int:
-        """Rows that come out."""
-
-    def workload(self, items: Sequence[int]) -> Workload:
-        """What encoding items of so many tokens costs, group by group."""
-
-    def lengths(self) -> tuple[int, ...]:
-        """Row lengths to choose from, ascending; the last but one holds the largest item, the last several."""
-
-    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
-        """Size of every token axis in a row of a budget, where each axis is divided over so many devices."""
-
-    def read(self, kind: str, source: Any, *, name: str) -> Iterable[Item]:
-        """The items of one file or array; those of a long one as they are wanted."""
-
-    def check(self, item: Any) -> None:
-        """Raises InputError for an item that this encoder cannot encode."""
-
-    def layout(self, items: Sequence[Any], placed: Sequence[Placed], budget: Budget, parts: Mapping[str, int]) -> Batch:
-        """The arrays of one batch; of an empty one, their shapes. `parts` are those of the batch and of token axes."""
-
+from jaxenc.models.base import EncoderConfig
 
 FAMILIES = {
     module.Config.family: module

@@ -57,7 +57,6 @@ class Config(Vit):
         return as_in_llava(tower, config) if config.get("model_type") == "llava" else tower
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(**self.sizes(*PROJECTED))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:

@@ -60,11 +60,6 @@ class Config(Vit):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":
-        """Reads a published config.json.
-
-        Raises:
-            ConfigError: a size is wrong, or a setting names a function that this tower does not compute.
-        """
         config = with_defaults(DEFAULTS, config)
         ratio, gated = config["mlp_ratio"], config["use_swiglu_ffn"]
         if not isinstance(ratio, int | float) or ratio <= 0:
@@ -77,7 +72,6 @@ class Config(Vit):
         return cls(**sizes, gated=gated, qkv_bias=config["qkv_bias"], layer_scale=True, final_norm=True)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(**self.sizes("gated", "qkv_bias"))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:

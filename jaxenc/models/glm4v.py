@@ -81,18 +81,8 @@ class Config(QwenConfig):
         return cls.read_hf(vision, names, positions=sizes["image"] // sizes["patch"])
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            merge=self.merge,
-            out=self.out,
-            merger_mlp=self.merger_mlp,
-            positions=self.positions**2,
-        )
+        further = self.sizes("patch", "merge", "out", "merger_mlp")
+        return keys.mappings(**further, positions=self.positions**2)
 
     def merger(self, *, norm_of_group: bool = False, dtype: DTypeLike) -> "GlmMerger":
         """What makes output rows of a block's tokens; tokens are always normalised one by one."""

@@ -124,7 +124,6 @@ class Config(Vit):
         return as_in_internvl(tower, as_transformers_says(config, image=tower.image) if theirs else config)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         further = ("skipped", "merge", "hidden", "out", "head_norm", "qkv_bias")
         return keys.mappings(**self.sizes(*further), norm_bias=self.norm == "layer")
 

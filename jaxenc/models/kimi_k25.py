@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -29,7 +28,8 @@ from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import Keys, read_sizes, require
+from jaxenc.models.base import EncoderConfig, EncoderModule
+from jaxenc.models.published import Keys, read_sizes, require, require_rotary
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.images import load_image, navit_item
 from jaxenc.preprocess.video import iter_frames, navit_video_items
@@ -58,7 +58,7 @@ KEYS: Mapping[str, Keys] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(EncoderConfig):
     """Sizes of the tower; the defaults are Kimi-K2.5's, K2.6's and K2.7's.
 
     Attributes:
@@ -94,7 +94,6 @@ class Config:
     kinds: ClassVar[tuple[str, ...]] = ("images", "videos")
     published: ClassVar[tuple[str, ...]] = ("moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6", "moonshotai/Kimi-K2.7")
     model_types: ClassVar[tuple[str, ...]] = ("kimi_k25", "kimi_k25_vision")
-    window: ClassVar[int | None] = None
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "patches": ("batch", "stem_length", "patch"),
         **SCHEDULE_AXES,
@@ -107,24 +106,14 @@ class Config:
     }
 
     @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of: those of an output row."""
+    def group(self) -> int:
+        """Tokens that become one output row: those of merge x merge patches."""
         return self.merge**2
 
     @property
     def typical_tokens(self) -> int:
         """Tokens of a picture of 448 x 448 pixels."""
         return (448 // self.patch) ** 2
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.embed // self.heads
-
-    @property
-    def merged(self) -> int:
-        """Width of a merged group of patches."""
-        return self.embed * self.merge**2
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -155,30 +144,15 @@ class Config:
         out = vision.get("text_hidden_size") or text.get("hidden_size") or cls.out
         eps = vision.get("projector_ln_eps", config.get("projection_layer_norm_eps", cls.projector_eps))
         theta = (vision.get("rope_parameters") or {}).get("rope_theta", cls.theta)
-        made = cls(**sizes, out=out, projector_eps=eps, theta=theta)
-        if made.embed % made.heads or made.head_dim % 4:
-            raise ConfigError(
-                f"{cls.family}: hidden size {made.embed} over {made.heads} heads is not a multiple of 4 a head, as the "
-                "two-dimensional rotary embedding needs"
-            )
-        return made
+        require_rotary(cls.family, embed=sizes["embed"], heads=sizes["heads"])
+        return cls(**sizes, out=out, projector_eps=eps, theta=theta)
 
     def build(self, *, dtype: DTypeLike) -> "KimiK25":
-        """The module."""
         return KimiK25(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            position_h=self.position_h,
-            position_w=self.position_w,
-            projector_in=self.merged,
-            projector_out=self.out,
+            **self.sizes("patch", "position_h", "position_w", "out"), projector_in=self.group * self.embed
         )
 
     # --- how much there is
@@ -189,15 +163,15 @@ class Config:
 
     def item_unit(self, item: VisionItem) -> int:
         """Tokens that stay together where an item is spread over devices: those that become one output row."""
-        return item.grid[0] * self.merge**2
+        return item.grid[0] * self.group
 
     def output_rows(self, item: VisionItem) -> int:
         """Rows that come out: h w / merge^2 whatever the number of frames, which are averaged."""
-        return item.grid[1] * item.grid[2] // self.merge**2
+        return item.grid[1] * item.grid[2] // self.group
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group (an item taken as one frame)."""
-        group = self.merge**2
+        group = self.group
         stem = patch_work(items, features=3 * self.patch**2, embed=self.embed, unit=group)
         projector = merger_work(items, embed=self.embed, out=self.out, group=group)
         return Workload(tuple(items), (*self.transformer.work(items, windows=False, unit=group), stem, projector))
@@ -205,10 +179,6 @@ class Config:
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from. 7168 x 500 pixels pad to 17,640 patches, beyond the processor's own limit."""
         return (256, 1024, 4096, 8192, 17_920, 65_536)
-
-    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
-        """Size of every token axis in a row of a budget."""
-        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.merge**2}
 
     # --- items in, arrays out
 
@@ -242,11 +212,6 @@ class Config:
         )
 
     def check(self, item: VisionItem) -> None:
-        """Refuses an item that this tower cannot encode.
-
-        Raises:
-            InputError: names the item and what is wrong with it.
-        """
         t, h, w = item.grid
         item.check_features(3 * self.patch**2)
         if t > self.frames or h % self.merge or w % self.merge or max(h, w) > ROTARY_POSITIONS:
@@ -262,7 +227,7 @@ class Config:
 
         An item's tokens are in the order of the output rows they become, so that any run of whole rows can be apart.
         """
-        b, n, group = budget.rows, budget.row, self.merge**2
+        b, n, group = budget.rows, budget.row, self.group
         tokens, rows = Slots.empty(b, n), Slots.empty(b, n // group)
         arrays = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
@@ -305,7 +270,7 @@ class Config:
 VARIANTS: Mapping[str, Config] = {"k2.5": Config()}
 
 
-class KimiK25(nnx.Module):
+class KimiK25(EncoderModule):
     """Patches -> output rows."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
@@ -317,21 +282,11 @@ class KimiK25(nnx.Module):
         )
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
         self.final_norm = LayerNorm(c.embed, eps=EPS, dtype=dtype)
-        self.projector = PatchMerger(c.embed, c.out, group=c.merge**2, eps=c.projector_eps, dtype=dtype)
+        self.projector = PatchMerger(c.embed, c.out, group=c.group, eps=c.projector_eps, dtype=dtype)
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "b rows out"], dict[int, Float[Array, "b n embed"]]]:
-        """Encodes one batch.
-
-        Args:
-            inputs: the arrays of `Config.layout`.
-            shard: constrains activations by name.
-            capture: blocks whose outputs are wanted too.
-
-        Returns:
-            Output rows, and the captured blocks' outputs.
-        """
         c, dtype = self.config, self.final_norm.scale.dtype
         x = embed_patches(self.patch_embed, inputs, shard=shard)
         table = self.position_embed[...].reshape(-1, c.embed)

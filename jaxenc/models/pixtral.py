@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import pixtral as keys
 from jaxenc import packing
-from jaxenc.errors import ConfigError, InputError
+from jaxenc.errors import InputError
 from jaxenc.items import VisionItem
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.mlp import MLP, Activation
@@ -28,8 +28,9 @@ from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.base import EncoderConfig, EncoderModule
 from jaxenc.models.clip import MEAN, STD
-from jaxenc.models.published import Keys, activation_of, read_sizes, require, with_defaults
+from jaxenc.models.published import Keys, activation_of, read_sizes, require, require_rotary, with_defaults
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.images import fit_patches, load_image, picture_item
 from sharding_rules import GroupWork, Workload
@@ -72,7 +73,7 @@ OWN: Mapping[str, Any] = {"adapter_bias": True, "spatial_merge_size": 1, "mm_pro
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(EncoderConfig):
     """Sizes of the tower; the defaults are Pixtral-12B's.
 
     Attributes:
@@ -115,7 +116,6 @@ class Config:
         "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
     )
     model_types: ClassVar[tuple[str, ...]] = ("pixtral", "llava (pixtral)", "mistral3 (pixtral)", "params.json")
-    window: ClassVar[int | None] = None
     input_axes: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
         "patches": ("batch", "stem_length", "patch"),
         **SCHEDULE_AXES,
@@ -128,15 +128,11 @@ class Config:
         Raises:
             ConfigError: heads are of no width that rotary pairs need.
         """
-        if self.embed % self.heads or self.head_dim % 4:
-            raise ConfigError(
-                f"{self.family}: hidden size {self.embed} over {self.heads} heads is not a multiple of 4 a head, as "
-                "the two-dimensional rotary embedding needs"
-            )
+        require_rotary(self.family, embed=self.embed, heads=self.heads)
 
     @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of: those of an output row."""
+    def group(self) -> int:
+        """Tokens that become one output row: those of merge x merge patches."""
         return self.merge**2
 
     @property
@@ -147,12 +143,7 @@ class Config:
     @property
     def typical_tokens(self) -> int:
         """Tokens of a picture of 448 x 448 pixels."""
-        return (448 // self.patch // self.merge) ** 2 * self.unit
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.embed // self.heads
+        return (448 // self.patch // self.merge) ** 2 * self.group
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -217,21 +208,10 @@ class Config:
         return cls(**tower_sizes({**vision, "hidden_act": "silu"}), **sizes, projector_bias=vision["adapter_bias"])
 
     def build(self, *, dtype: DTypeLike) -> "Pixtral":
-        """The module."""
         return Pixtral(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            merge=self.merge,
-            out=self.out,
-            projector_bias=self.projector_bias,
-        )
+        return keys.mappings(**self.sizes("patch", "merge", "out", "projector_bias"))
 
     # --- how much there is
 
@@ -239,17 +219,12 @@ class Config:
         """A picture attends as a whole."""
         return (len(item.patches),)
 
-    def item_unit(self, item: VisionItem) -> int:
-        """Tokens that stay together where a picture is spread over devices: those that become one row."""
-        return self.unit
-
     def output_rows(self, item: VisionItem) -> int:
         """Rows that come out: one for every merge x merge patches."""
-        return len(item.patches) // self.unit
+        return len(item.patches) // self.group
 
     def workload(self, items: Sequence[int]) -> Workload:
-        """What encoding items of so many tokens costs, group by group."""
-        group = self.unit
+        group = self.group
         stem = patch_work(items, features=3 * self.patch**2, embed=self.embed, unit=group)
         groups = [*self.transformer.work(items, windows=False, unit=group), stem]
         if self.merge > 1:
@@ -271,11 +246,7 @@ class Config:
         """Row lengths to choose from: the last but one holds the largest picture, the last four of them."""
         largest = -(-(self.side**2) // 1024) * 1024
         whole = (*(length for length in (256, 1024, 4096) if length < largest), largest, 4 * largest)
-        return tuple(-(-length // self.unit) * self.unit for length in whole)
-
-    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
-        """Size of every token axis in a row of a budget."""
-        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.unit}
+        return tuple(-(-length // self.group) * self.group for length in whole)
 
     # --- items in, arrays out
 
@@ -285,11 +256,6 @@ class Config:
         return [picture_item(pixels, patch=self.patch, mean=MEAN, std=STD, name=name)]
 
     def check(self, item: VisionItem) -> None:
-        """Refuses an item that this tower cannot encode.
-
-        Raises:
-            InputError: names the item and what is wrong with it.
-        """
         t, h, w = item.grid
         item.check_features(3 * self.patch**2)
         if t > 1 or h % self.merge or w % self.merge or max(h, w) > self.side:
@@ -305,7 +271,7 @@ class Config:
 
         A picture's tokens are in the order of the rows they become: of one patch each, in raster order.
         """
-        b, n, group = budget.rows, budget.row, self.unit
+        b, n, group = budget.rows, budget.row, self.group
         tokens, rows = Slots.empty(b, n), Slots.empty(b, n // group)
         arrays = {
             "patches": np.zeros((b, n, 3 * self.patch**2), np.float32),
@@ -332,7 +298,7 @@ VARIANTS: Mapping[str, Config] = {
 }
 
 
-class Pixtral(nnx.Module):
+class Pixtral(EncoderModule):
     """Patches -> output rows."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
@@ -341,22 +307,12 @@ class Pixtral(nnx.Module):
         self.patch_embed = Linear({"embed": c.embed}, {"patch": 3 * c.patch**2}, bias=False, dtype=dtype)
         self.pre_norm = RMSNorm({"embed": c.embed}, eps=EPS, dtype=dtype)
         self.layers = stacked_blocks(c.transformer, dtype=dtype)
-        self.merger = Merger(c.embed, group=c.unit, eps=c.merger_eps, dtype=dtype) if c.merge > 1 else None
+        self.merger = Merger(c.embed, group=c.group, eps=c.merger_eps, dtype=dtype) if c.merge > 1 else None
         self.projector = projector(c, c.out, dtype=dtype) if c.out is not None else None
 
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "b rows out"], dict[int, Float[Array, "b n embed"]]]:
-        """Encodes one batch.
-
-        Args:
-            inputs: the arrays of `Config.layout`.
-            shard: constrains activations by name.
-            capture: blocks whose outputs are wanted too.
-
-        Returns:
-            Output rows, and the captured blocks' outputs.
-        """
         c = self.config
         x = self.pre_norm(embed_patches(self.patch_embed, inputs, shard=shard))
         x, captured = run_blocks(

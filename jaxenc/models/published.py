@@ -69,6 +69,19 @@ def require(family: str, config: Mapping[str, Any], known: Mapping[str, Any]) ->
         raise ConfigError(f"{family}: config.json: {'; '.join(wrong)}")
 
 
+def require_rotary(family: str, *, embed: int, heads: int) -> None:
+    """Refuses heads of a width that a two-dimensional rotary embedding cannot turn.
+
+    Raises:
+        ConfigError: it is no multiple of 4.
+    """
+    if embed % heads or embed // heads % 4:
+        raise ConfigError(
+            f"{family}: hidden size {embed} over {heads} heads is not a multiple of 4 a head, as the two-dimensional "
+            "rotary embedding needs"
+        )
+
+
 def activation_of(family: str, config: Mapping[str, Any], key: str) -> Activation:
     """The activation that a config.json names.
 

@@ -22,7 +22,7 @@ from jaxenc.preprocess.audio import load_audio, padded_log_mel
 
 @dataclass(frozen=True)
 class Config(qwen2_audio.Config):
-    """Sizes of the tower; the defaults are Qwen2.5-Omni-7B's, the attributes `qwen2_audio.Config`'s."""
+    """Sizes of the tower; see `qwen2_audio.Config`. The defaults are Qwen2.5-Omni-7B's."""
 
     out: int = 3584
     positions: int = 100
@@ -51,19 +51,10 @@ class Config(qwen2_audio.Config):
         return made
 
     def build(self, *, dtype: DTypeLike) -> "Qwen25OmniAudio":
-        """The module."""
         return Qwen25OmniAudio(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            mel_bins=self.mel,
-            projector_out=self.out,
-        )
+        return keys.mappings(**self.sizes("mel", "out"))
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from: 1 to 64 chunks of two seconds."""
@@ -75,11 +66,6 @@ class Config(qwen2_audio.Config):
         return [AudioItem(mel[:, :recorded], name=name)]
 
     def check(self, item: AudioItem) -> None:
-        """Refuses an item that this tower cannot encode.
-
-        Raises:
-            InputError: names the item and what is wrong with it.
-        """
         if item.mel.shape[0] != self.mel or item.mel.shape[1] != item.recorded:
             raise InputError(
                 f"{item.name}: the spectrogram is {item.mel.shape}, {item.recorded} frames recorded; this tower reads "

@@ -29,6 +29,7 @@ from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.sinusoids import sinusoids
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.base import EncoderConfig, EncoderModule
 from jaxenc.models.published import Keys
 from jaxenc.models.whisper_parts import EPS, audio_transformer, read_audio_sizes
 from jaxenc.packing import Batch, Budget, Placed, Slots
@@ -44,7 +45,7 @@ KEYS: Mapping[str, Keys] = {
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(EncoderConfig):
     """Sizes of the tower; the defaults are Qwen3-Omni-30B-A3B's.
 
     Attributes:
@@ -86,24 +87,14 @@ class Config:
     }
 
     @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of: a window."""
-        return self.window
-
-    @property
     def typical_tokens(self) -> int:
         """Tokens of 30 seconds."""
         return self.tokens(3000)
 
     @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.embed // self.heads
-
-    @property
     def transformer(self) -> TransformerConfig:
         """The stack."""
-        return audio_transformer(layers=self.layers, embed=self.embed, heads=self.heads, mlp=self.mlp, key_bias=True)
+        return audio_transformer(self, key_bias=True)
 
     @property
     def chunk_frames(self) -> int:
@@ -147,21 +138,11 @@ class Config:
         return made
 
     def build(self, *, dtype: DTypeLike) -> "Qwen3OmniAudio":
-        """The module."""
         return Qwen3OmniAudio(self, dtype=dtype)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
-        return keys.mappings(
-            family=self.family,
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            conv_channels=self.channels,
-            conv_features=self.channels * self.conv_mel,
-            projector_out=self.out,
-        )
+        features = self.channels * self.conv_mel
+        return keys.mappings(family=self.family, **self.sizes("channels", "out"), conv_features=features)
 
     # --- how much there is
 
@@ -174,10 +155,6 @@ class Config:
         """Tokens that each attention window takes, a short last chunk counted whole as the convolutions see it."""
         chunks = -(-item.mel.shape[1] // self.chunk_frames)
         return packing.stretches(chunks * self.chunk_tokens, self.window)
-
-    def item_unit(self, item: AudioItem) -> int:
-        """Tokens that stay together where a window is spread over devices."""
-        return 1
 
     def output_rows(self, item: AudioItem) -> int:
         """Rows that come out: one a token, 13 a second."""
@@ -240,11 +217,6 @@ class Config:
         return [AudioItem(log_mel(load_audio(source, name=name), bins=self.mel, name=name), name=name)]
 
     def check(self, item: AudioItem) -> None:
-        """Refuses an item that this tower cannot encode.
-
-        Raises:
-            InputError: names the item and what is wrong with it.
-        """
         if item.mel.ndim != 2 or item.mel.shape[0] != self.mel or item.mel.shape[1] == 0:
             raise InputError(
                 f"{item.name}: the spectrogram is {item.mel.shape}; this tower reads [{self.mel}, frames >= 1]"
@@ -300,7 +272,7 @@ class Config:
 VARIANTS: Mapping[str, Config] = {"30b-a3b": Config()}
 
 
-class Qwen3OmniAudio(nnx.Module):
+class Qwen3OmniAudio(EncoderModule):
     """Chunks of a log-mel spectrogram -> output rows."""
 
     def __init__(self, config: Config, *, dtype: DTypeLike):
@@ -320,16 +292,6 @@ class Qwen3OmniAudio(nnx.Module):
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "b n out"], dict[int, Float[Array, "b n embed"]]]:
-        """Encodes one batch.
-
-        Args:
-            inputs: the arrays of `Config.layout`.
-            shard: constrains activations by name.
-            capture: blocks whose outputs are wanted too.
-
-        Returns:
-            Output rows, and the captured blocks' outputs.
-        """
         c, segments = self.config, inputs["segments"]
         x = shard(self.stem(inputs["mel"], inputs["frames"], shard=shard), "batch", "length", "embed")
         if "spread" in inputs:

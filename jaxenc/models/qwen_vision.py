@@ -34,7 +34,8 @@ from jaxenc.layers.rotary import axial_rotary
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
-from jaxenc.models.published import Keys, read_sizes, require
+from jaxenc.models.base import EncoderConfig, EncoderModule
+from jaxenc.models.published import Keys, read_sizes, require, require_rotary
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.qwen import FRAMES, FrameRule, QwenSettings, qwen_image_item, qwen_video_items
 from sharding_rules import GroupWork, Workload
@@ -58,7 +59,7 @@ KEYS: Mapping[str, Keys] = {
 
 
 @dataclass(frozen=True)
-class QwenConfig:
+class QwenConfig(EncoderConfig):
     """Sizes of a tower. A family says which of the parts it has, and gives the defaults.
 
     Attributes:
@@ -95,8 +96,6 @@ class QwenConfig:
     kinds: ClassVar[tuple[str, ...]] = ("images", "videos")
     published: ClassVar[tuple[str, ...]]
     model_types: ClassVar[tuple[str, ...]]
-    # no piece of a batch is a window: where there are windows, they are parts of a frame
-    window: ClassVar[int | None] = None
 
     activation: ClassVar[Activation]
     activation_name: ClassVar[str]
@@ -123,11 +122,7 @@ class QwenConfig:
         """
         for name in ("deepstack", "whole"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.embed % self.heads or self.head_dim % 4:
-            raise ConfigError(
-                f"{self.family}: hidden size {self.embed} over {self.heads} heads is not a multiple of 4 a head, as "
-                "the two-dimensional rotary embedding needs"
-            )
+        require_rotary(self.family, embed=self.embed, heads=self.heads)
         if wrong := [block for block in (*self.deepstack, *self.whole) if not 0 <= block < self.layers]:
             raise ConfigError(f"{self.family}: there is no block {wrong[0]}: the tower has {self.layers}")
 
@@ -148,19 +143,14 @@ class QwenConfig:
         return axes
 
     @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of: those of an output row."""
+    def group(self) -> int:
+        """Tokens that become one output row: those of merge x merge patches."""
         return self.merge**2
 
     @property
     def typical_tokens(self) -> int:
         """Tokens of a picture of 448 x 448 pixels."""
         return (448 // self.patch) ** 2
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.embed // self.heads
 
     @property
     def features(self) -> int:
@@ -223,7 +213,6 @@ class QwenConfig:
         return cls(**sizes, theta=theta, **rest)
 
     def build(self, *, dtype: DTypeLike) -> "QwenVision":
-        """The module."""
         return QwenVision(self, dtype=dtype)
 
     def merger(self, *, norm_of_group: bool = False, dtype: DTypeLike) -> "Merger":
@@ -231,7 +220,7 @@ class QwenConfig:
         return PatchMerger(
             self.embed,
             self.out,
-            group=self.merge**2,
+            group=self.group,
             eps=self.eps,
             norm=self.norm,
             norm_of_group=norm_of_group,
@@ -239,19 +228,11 @@ class QwenConfig:
         )
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(
             self.family,
-            layers=self.layers,
-            embed=self.embed,
-            heads=self.heads,
-            mlp=self.mlp,
-            patch=self.patch,
-            group=self.merge**2,
-            out=self.out,
+            **self.sizes("patch", "group", "out", "patch_bias"),
             positions=self.positions**2,
             deepstack=len(self.deepstack),
-            patch_bias=self.patch_bias,
             norm_bias=self.norm == "layer",
         )
 
@@ -262,17 +243,13 @@ class QwenConfig:
         t, h, w = item.grid
         return (h * w,) * t
 
-    def item_unit(self, item: VisionItem) -> int:
-        """Tokens that stay together where an item is spread over devices: those that become one output row."""
-        return self.merge**2
-
     def output_rows(self, item: VisionItem) -> int:
         """Rows that come out: one for every merge x merge patches of every pair of frames."""
-        return int(np.prod(item.grid)) // self.merge**2
+        return int(np.prod(item.grid)) // self.group
 
     def workload(self, items: Sequence[int]) -> Workload:
         """What encoding items of so many tokens costs, group by group (an item taken as one pair of frames)."""
-        unit = self.merge**2
+        unit = self.group
         stem = patch_work(items, features=self.features, embed=self.embed, unit=unit)
         blocks = self.transformer.work(items, windows=False, unit=unit)
         return Workload(tuple(items), (*blocks, stem, self.projector_work(items)))
@@ -280,15 +257,11 @@ class QwenConfig:
     def projector_work(self, items: Sequence[int]) -> GroupWork:
         """The part of `workload` that mergers have."""
         mergers = 1 + len(self.deepstack)
-        return merger_work(items, embed=self.embed, out=self.out, group=self.merge**2, count=mergers)
+        return merger_work(items, embed=self.embed, out=self.out, group=self.group, count=mergers)
 
     def lengths(self) -> tuple[int, ...]:
         """Row lengths to choose from. The largest pictures of the published processors have 65,536 patches."""
         return (256, 1024, 4096, 16_384, 65_536, 131_072)
-
-    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
-        """Size of every token axis in a row of a budget."""
-        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.merge**2}
 
     # --- items in, arrays out
 
@@ -370,7 +343,7 @@ class Merger(Protocol):
         """Merges consecutive tokens."""
 
 
-class QwenVision(nnx.Module):
+class QwenVision(EncoderModule):
     """Patches -> output rows."""
 
     def __init__(self, config: QwenConfig, *, dtype: DTypeLike):
@@ -392,16 +365,6 @@ class QwenVision(nnx.Module):
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "b rows out"], dict[int, Float[Array, "b n embed"]]]:
-        """Encodes one batch.
-
-        Args:
-            inputs: the arrays of `QwenConfig.layout`.
-            shard: constrains activations by name.
-            capture: blocks whose outputs are wanted too.
-
-        Returns:
-            Output rows, and the captured blocks' outputs.
-        """
         c = self.config
         x = embed_patches(self.patch_embed, inputs, shard=shard)
         if self.patch_norm is not None:

@@ -68,7 +68,6 @@ class Config(Vit):
         return as_in_llava(tower, config) if model_type == "llava" else replace(tower, pooled=vision["vision_use_head"])
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(**self.sizes(*PROJECTED, "final_norm", "pooled"))
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:

@@ -67,7 +67,6 @@ class Config(Vit):
         return cls(**tower_sizes(cls.family, {**vision, "image_size": image}), final_norm=True)
 
     def mappings(self) -> Mapping[str, KeyMapping]:
-        """PyTorch's keys for the parameters, by layout."""
         return keys.mappings(**self.sizes())
 
     def read(self, kind: str, source: Any, *, name: str) -> list[VisionItem]:

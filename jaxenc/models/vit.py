@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -29,6 +28,7 @@ from jaxenc.layers.resample import bicubic_taps, bilinear_weights, grid_taps, we
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
 from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
+from jaxenc.models.base import EncoderConfig, EncoderModule
 from jaxenc.models.published import Keys, activation_of, read_sizes, require
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from sharding_rules import GroupWork, Workload
@@ -49,7 +49,7 @@ LLAMA_WIDTH = 4096  # what a text_config means that leaves its hidden_size out, 
 
 
 @dataclass(frozen=True)
-class Vit:
+class Vit(EncoderConfig):
     """Sizes and kinds of one tower, and its host side.
 
     Attributes:
@@ -144,19 +144,14 @@ class Vit:
         return self.positions if self.resized == "no" and self.merge == 1 else None
 
     @property
-    def unit(self) -> int:
-        """Tokens that a row's length is a multiple of: a window, or those of an output row."""
-        return self.window or self.merge**2
+    def group(self) -> int:
+        """Tokens that become one output row: those of merge x merge patches."""
+        return self.merge**2
 
     @property
     def typical_tokens(self) -> int:
         """Tokens of a picture as the published processor makes it."""
         return self.window or self.usual_tokens
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.embed // self.heads
 
     @property
     def transformer(self) -> TransformerConfig:
@@ -178,7 +173,6 @@ class Vit:
         )
 
     def build(self, *, dtype: DTypeLike) -> "VisionTransformer":
-        """The module."""
         return VisionTransformer(self, dtype=dtype)
 
     def sizes(self, *more: str) -> dict[str, Any]:
@@ -191,10 +185,6 @@ class Vit:
         """A picture attends as a whole."""
         pictures, h, w = item.grid
         return (self.prefix + h * w,) * pictures
-
-    def item_unit(self, item: VisionItem) -> int:
-        """Tokens that stay together where a picture is spread over devices: those of a row."""
-        return self.merge**2
 
     def output_rows(self, item: VisionItem) -> int:
         """Rows that come out of each picture: one a token or group of patches, and the head's before them."""
@@ -247,18 +237,9 @@ class Vit:
         picture = self.window or -(-self.positions // EVEN) * EVEN
         return tuple(picture << i for i in range(5))
 
-    def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
-        """Size of every token axis in a row of a budget."""
-        return {"length": budget.row, "stem_length": budget.row, "projector_length": budget.row // self.merge**2}
-
     # --- items in, arrays out
 
     def check(self, item: VisionItem) -> None:
-        """Refuses an item that this tower cannot encode.
-
-        Raises:
-            InputError: names the item and what is wrong with it.
-        """
         item.check_features(3 * self.patch**2)
         if item.grid[0] != 1 and not self.tiled:
             raise InputError(f"{item.name}: the grid is {item.grid}; this tower reads single pictures")
@@ -333,7 +314,7 @@ class Vit:
         return {}
 
 
-class VisionTransformer(nnx.Module):
+class VisionTransformer(EncoderModule):
     """Patches -> rows."""
 
     def __init__(self, config: Vit, *, dtype: DTypeLike):
@@ -354,16 +335,6 @@ class VisionTransformer(nnx.Module):
     def __call__(
         self, inputs: Mapping[str, Array], *, shard: Shard, capture: tuple[int, ...] = ()
     ) -> tuple[Float[Array, "b n out"], dict[int, Float[Array, "b n embed"]]]:
-        """Encodes one batch.
-
-        Args:
-            inputs: the arrays of `Vit.layout`.
-            shard: constrains activations by name.
-            capture: blocks whose outputs are wanted too.
-
-        Returns:
-            Output rows, the head's and then one a token, and the captured blocks' outputs.
-        """
         c, position = self.config, inputs["position"]
         dtype = self.patch_embed.kernel.dtype
         x = embed_patches(self.patch_embed, inputs, shard=shard)

@@ -15,7 +15,7 @@ from tests.checkpoints_convert import tiny
 KIMI = mappings.kimi_k25.mappings(**tiny.KIMI)
 QWEN = mappings.qwen3_omni_audio.mappings(**tiny.QWEN)
 ASR = mappings.qwen3_omni_audio.mappings(**{**tiny.QWEN, "family": "qwen3_asr_audio"})
-POOLED = {"layers": 2, "embed": 24, "heads": 4, "mlp": 32, "mel_bins": 10, "projector_out": 20}
+POOLED = {"layers": 2, "embed": 24, "heads": 4, "mlp": 32, "mel": 10, "out": 20}
 QWEN2 = mappings.qwen2_audio.mappings(**POOLED, positions=7)
 QWEN25 = mappings.qwen2_5_omni_audio.mappings(**POOLED)
 WHISPER = mappings.whisper.mappings(**tiny.WHISPER)

@@ -19,7 +19,7 @@ KIMI = {
     "position_h": 4,
     "position_w": 6,
     "projector_in": 128,
-    "projector_out": 40,
+    "out": 40,
 }
 QWEN = {
     "family": "qwen3_omni_audio",
@@ -27,11 +27,11 @@ QWEN = {
     "embed": 24,
     "heads": 4,
     "mlp": 32,
-    "conv_channels": 6,
+    "channels": 6,
     "conv_features": 48,
-    "projector_out": 20,
+    "out": 20,
 }
-WHISPER = {"layers": 2, "embed": 24, "heads": 4, "mlp": 32, "mel_bins": 10, "positions": 7}
+WHISPER = {"layers": 2, "embed": 24, "heads": 4, "mlp": 32, "mel": 10, "positions": 7}
 
 
 def kimi_original(dtype: type = ml_dtypes.bfloat16) -> Tensors:
