@@ -81,23 +81,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtypes = (args.dtype,) if args.dtype else DTYPES
     subjects = [SUBJECTS[name] for name in args.encoder or SUBJECTS]
     if args.save_reference:
-        np.savez(args.save_reference, **reference(subjects, dtypes, small=args.small, blocks=args.blocks))
+        made = [reference(s, s.checkpoint(small=args.small), dtypes, blocks=args.blocks) for s in subjects]
+        np.savez(args.save_reference, **{name: array for arrays in made for name, array in arrays.items()})
         return
-    rows = []
+    missed = []
     for subject in subjects:
+        checkpoint = subject.checkpoint(small=args.small)
         if args.reference:
             with np.load(args.reference) as given:
-                rows += compare(subject, dtypes, given, small=args.small, blocks=args.blocks)
+                rows = compare(subject, checkpoint, dtypes, given, blocks=args.blocks)
         else:
-            made = reference([subject], dtypes, small=args.small, blocks=args.blocks)
-            rows += compare(subject, dtypes, made, small=args.small, blocks=args.blocks)
-    keep(TABLE, rows, folder=args.results or (None if args.small else RESULTS), note=args.note)
-    if missed := [f"{row['encoder']} in {row['dtype']}" for row in rows if row["ratio_max"] > BAR]:
+            given = reference(subject, checkpoint, dtypes, blocks=args.blocks)
+            rows = compare(subject, checkpoint, dtypes, given, blocks=args.blocks)
+        keep(TABLE, rows, folder=args.results or (None if args.small else RESULTS), note=args.note)
+        missed += [f"{row['encoder']} in {row['dtype']}" for row in rows if row["ratio_max"] > BAR]
+    if missed:
         print(f"\nover {BAR}: {', '.join(missed)}")
 
 
-def reference(subjects: Sequence[Subject], dtypes: Sequence[str], *, small: bool, blocks: bool) -> dict[str, Any]:
-    """What the originals give in float64 and in each dtype, and the items they were given.
+def reference(subject: Subject, checkpoint: Checkpoint, dtypes: Sequence[str], *, blocks: bool) -> dict[str, Any]:
+    """What the original gives in float64 and in each dtype, and the items it was given.
 
     Returns:
         `<encoder>/item/<i>/<field>`, `<encoder>/<dtype>/<truth|torch>/<i>` (rows of item i), with `blocks` also
@@ -106,31 +109,30 @@ def reference(subjects: Sequence[Subject], dtypes: Sequence[str], *, small: bool
     from tests.parity.originals import ORIGINALS, given
 
     result: dict[str, Any] = {f"versions/{name}": versions()[name] for name in ("torch", "transformers")}
-    for subject in subjects:
-        checkpoint = subject.checkpoint(small=small)
-        items = subject.items(_config(subject, checkpoint))
-        for i, item in enumerate(items):
-            result |= {f"{subject.name}/item/{i}/{field}": array for field, array in item_arrays(item).items()}
-        for dtype in dtypes:
-            _weights(checkpoint, dtype)
-            for kind, precision in (("truth", "float64"), ("torch", dtype)):
-                # a model of its own each time: two of them in float64 do not fit in memory
-                original = ORIGINALS[subject.original](checkpoint)
-                encoded = original.run([given(subject.original, item) for item in items], dtype=precision)
-                at = f"{subject.name}/{dtype}"
-                result |= {f"{at}/{kind}/{i}": rows for i, rows in enumerate(encoded.rows)}
-                if blocks:
-                    result[f"{at}/blocks/{kind}"] = encoded.hidden[0][1:]
-                del original, encoded
-                gc.collect()
-                print(f"{subject.name} {dtype}: {kind} done", flush=True)
+    items = subject.items(_config(subject, checkpoint))
+    for i, item in enumerate(items):
+        result |= {f"{subject.name}/item/{i}/{field}": array for field, array in item_arrays(item).items()}
+    for dtype in dtypes:
+        _weights(checkpoint, dtype)
+        for kind, precision in (("truth", "float64"), ("torch", dtype)):
+            # a model of its own each time: two of them in float64 do not fit in memory
+            original = ORIGINALS[subject.original](checkpoint)
+            encoded = original.run([given(subject.original, item) for item in items], dtype=precision)
+            at = f"{subject.name}/{dtype}"
+            result |= {f"{at}/{kind}/{i}": rows for i, rows in enumerate(encoded.rows)}
+            if blocks:
+                result[f"{at}/blocks/{kind}"] = encoded.hidden[0][1:]
+            del original, encoded
+            gc.collect()
+            print(f"{subject.name} {dtype}: {kind} done", flush=True)
     return result
 
 
-def compare(subject: Subject, dtypes: Sequence[str], given: Arrays, *, small: bool, blocks: bool) -> list[Row]:
+def compare(
+    subject: Subject, checkpoint: Checkpoint, dtypes: Sequence[str], given: Arrays, *, blocks: bool
+) -> list[Row]:
     """Our rows on the same weights and items, measured."""
     items = _items(given, subject.name)
-    checkpoint = subject.checkpoint(small=small)
     rows = []
     for dtype in dtypes:
         _weights(checkpoint, dtype)

@@ -242,6 +242,7 @@ KINDS = {
         name=lambda name: name,
         tower=_itself,
         rows=_hidden,
+        layout="transformers",
     ),
     "mistral3": Kind(
         build=lambda config: _in_double(Mistral3Model(Mistral3Config(**config))),
