@@ -11,7 +11,6 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -80,9 +79,9 @@ class Retries:
     wait_s: float = 1.0
     longest_wait_s: float = 8.0
 
-    def wait(self, failures: int) -> None:
-        """Waits after the given number of failures in a row."""
-        time.sleep(min(self.longest_wait_s, self.wait_s * 2 ** (failures - 1)))
+    def wait_s_after(self, failures: int) -> float:
+        """How long to wait after the given number of failures in a row."""
+        return min(self.longest_wait_s, self.wait_s * 2 ** (failures - 1))
 
 
 class RangedFile:
@@ -160,30 +159,38 @@ class RangedFile:
         return ranges
 
     def fetch(self, spans: Sequence[tuple[int, int]], pool: Executor, halt: threading.Event) -> None:
-        """Fetches ranges that are missing, each in a thread of the pool, until `halt` is set.
+        """Fetches ranges that are missing, each in a thread of the pool, until `halt` is set; one that fails sets it.
 
         Only one process at a time fetches pieces of a file; those that waited find them.
 
         Raises:
             CheckpointError: Some of it cannot be had; what has come is kept.
+            CancelledError: `halt` was set.
         """
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # exported lazily
 
         with self._keeping(), WeakFileLock(self._folder / "lock"):
-            for _ in pool.map(lambda span: self._fetch(span[0], span[1], halt), self._missing(spans)):
-                pass
+            transfers = [pool.submit(self._fetch, start, stop, halt) for start, stop in self._missing(spans)]
+            errors = [transfer.exception() for transfer in transfers]
+        # One that was only called off says nothing of why.
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, CancelledError)):
+            raise error
 
     def _fetch(self, start: int, stop: int, halt: threading.Event) -> None:
         path = self._folder / f"{start}-{stop}"
         partial = path.with_name(f"{path.name}.part")
-        with self._keeping():
-            with open(partial, "ab") as out:
-                if out.tell() > stop - start:
-                    out.truncate(0)
-                self._transfer(start + out.tell(), stop, out.write, halt)
-                out.flush()
-                os.fsync(out.fileno())
-            partial.replace(path)
+        try:
+            with self._keeping():
+                with open(partial, "ab") as out:
+                    if out.tell() > stop - start:
+                        out.truncate(0)
+                    self._transfer(start + out.tell(), stop, out.write, halt)
+                    out.flush()
+                    os.fsync(out.fileno())
+                partial.replace(path)
+        except BaseException:
+            halt.set()
+            raise
 
     def _piece(self, start: int, stop: int) -> tuple[Path, int]:
         found = _holding(_pieces(self._folder), start, stop)
@@ -207,14 +214,14 @@ class RangedFile:
         if self._remote is None:
             raise CheckpointError(f"{self._name}: bytes {start}-{stop} of it have not been fetched before")
         at, failures = start, 0
-        while at < stop:
+        while at < stop and not halt.is_set():
             begun, broke = at, "the answer ended early"
             try:
                 with self._remote.get(at, stop) as answer:
                     stop = min(stop, self._checked(answer, at))
                     for chunk in answer.chunks:
                         if halt.is_set():
-                            raise CancelledError
+                            break
                         if at + len(chunk) > stop:
                             raise CheckpointError(f"{self._name}: the server sends more than the bytes {start}-{stop}")
                         write(chunk)
@@ -229,7 +236,9 @@ class RangedFile:
                         f"{self._name}: bytes {start}-{stop} of it: broke off at {at}, and {self._retries.times} more "
                         f"tries gave nothing: {broke}"
                     )
-                self._retries.wait(failures)
+                halt.wait(self._retries.wait_s_after(failures))
+        if at < stop:
+            raise CancelledError
 
     def _checked(self, answer: Answer, start: int) -> int:
         version = (answer.etag, answer.size_bytes)
