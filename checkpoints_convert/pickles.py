@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shlex
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module")
 _RESAVE = (
     "python -c \"import sys, torch, safetensors.torch as st; d = torch.load(sys.argv[1], map_location='cpu', "
     "weights_only=False); d = d.get('state_dict', d); st.save_file({k: v.clone().contiguous() for k, v in d.items() "
-    'if isinstance(v, torch.Tensor)}, sys.argv[2])" {source} model.safetensors'
+    'if isinstance(v, torch.Tensor)}, sys.argv[2])" '
 )
 
 
@@ -91,7 +92,7 @@ def _load(path: Path, name: str) -> Any:
         raise CheckpointError(
             f"{name}: is a pickle that wants {', '.join(wanted)}, which is more than tensors: unpickling it would run "
             f"code of its choice, so it is not read. If you trust where it is from, save it as safetensors: "
-            f"{_RESAVE.format(source=path)}"
+            f"{_RESAVE}{shlex.quote(str(path))} model.safetensors"
         ) from error
 
 

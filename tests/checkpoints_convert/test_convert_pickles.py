@@ -44,11 +44,14 @@ def test_every_dtype_and_layout_comes_out_as_it_is(tmp_path, torch, zipped):
         "empty": torch.zeros(0, 4),
         "parameter": torch.nn.Parameter(base + 1),
     }
+    if not zipped:
+        del tensors["f8"]  # PyTorch itself does not read it back from its older format
     torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     source = open_source(tmp_path / "a.pt")
     assert source.open(tensors) == []
     assert source.read("bf16").view(np.int16).tolist() == nan.tolist()
-    assert source.read("f8").dtype == ml_dtypes.float8_e4m3fn
+    if zipped:
+        assert source.read("f8").dtype == ml_dtypes.float8_e4m3fn
     assert source.read("bf16_transposed").dtype == ml_dtypes.bfloat16
     for name, tensor in tensors.items():
         expected = tensor.detach().double().numpy()
