@@ -67,6 +67,7 @@ def load_parameters(source: Source, mapping: Mapping, targets: MappingABC[str, T
     problems += mapping.check(source, {path: _stored_shape(target) for path, target in targets.items()})
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower asked for", problems)
+    source.prefetch(mapping.names)
     loaded: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for path, target in targets.items():

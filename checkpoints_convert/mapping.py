@@ -29,7 +29,11 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.
 # JAX on CPU takes over a NumPy buffer without a copy only at this alignment.
 ALIGNMENT_BYTES = 64
 _QUANTISED = re.compile(
-    r"(_packed|_scales?|_scale_inv|_zero_point|_shape|_g_idx|\.qweight|\.qzeros|\.scales|\.g_idx|\.absmax|\.quant_map)(_\d+)?$|\.quant_state\."
+    r"(_packed|_blocks|_scales?|_scale_inv|_zero_point|_shape|_g_idx|\.qweight|\.qzeros|\.scales|\.g_idx|\.absmax|\.quant_map)(_\d+)?$|\.quant_state\."
+)
+_DEQUANTISE = (
+    "a quantised tower cannot be read; take a checkpoint that leaves the tower in bfloat16, as most quantised language "
+    "models do, or the original, or write the tower's weights out in bfloat16 first"
 )
 
 
@@ -217,7 +221,7 @@ class Mapping:
             for (pattern, expected, actual), at in misshapen.items()
         ]
         problems += [
-            f"{_spelt(pattern, at)}: dtype {dtype}, not a float of 16 bits or more: a quantised tower cannot be read"
+            f"{_spelt(pattern, at)}: dtype {dtype}, not a float of 16 bits or more: {_DEQUANTISE}"
             for (pattern, dtype), at in quantised.items()
         ]
         problems += self._unknown_problems(owned - known.keys() - excused, present)
@@ -340,9 +344,7 @@ class Mapping:
         problems = []
         for names in groups.values():
             more = f" (and {len(names) - 1} more like it)" if len(names) > 1 else ""
-            why = (
-                " (part of a quantised tensor: a quantised tower cannot be read)" if _QUANTISED.search(names[0]) else ""
-            )
+            why = f", part of a quantised one: {_DEQUANTISE}" if _QUANTISED.search(names[0]) else ""
             problems.append(f"{names[0]}{more}: unknown tensor in the tower{why or _nearest(names[0], candidates)}")
         return problems
 

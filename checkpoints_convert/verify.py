@@ -58,6 +58,7 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
     problems = mapping.check(source)
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower", problems)
+    source.prefetch(mapping.names)
     exact = widened = rounded = nonfinite = 0
     differing: list[str] = []
     for name, stored in mapping.export(params):

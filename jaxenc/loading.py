@@ -52,8 +52,8 @@ def load(
     """The encoder of a published or converted checkpoint, its weights read straight into their places on the mesh.
 
     Args:
-        src: hub id, folder or file of PyTorch safetensors with its config.json (or Mistral's params.json), or a
-            converted checkpoint.
+        src: hub id, folder or file of PyTorch safetensors (or pickles) with its config.json (or Mistral's params.json),
+            or a converted checkpoint.
         mesh: devices; the first device alone where not given. See `jaxenc.make_mesh`.
         tower: "vision" or "audio", where the checkpoint has both.
         dtype: of parameters and products, float32 or bfloat16; as stored where not given (float32 for other types).

@@ -172,16 +172,73 @@ def test_a_truncated_file_is_one_problem_however_many_tensors_are_cut_off(tmp_pa
         ({"w": 7}, "malformed header entry 7"),
         ({"w": entry([2], 0, 8), "v": entry([2], 4, 12)}, "its bytes overlap those of v"),
         ({"w": entry([4], 0, 2, "F4")}, "dtype 'F4' is not one that can be read"),
+        ({"w": entry([4], 0, 2, None)}, "malformed dtype None in the header"),
     ],
 )
 def test_a_broken_tensor_is_reported_only_where_it_is_wanted(tmp_path, header, message):
+    ends = [
+        value["data_offsets"][1] for value in header.values() if isinstance(value, dict) and "data_offsets" in value
+    ]
     header = {**header, "fine": entry([0], 0, 0)}
-    source = open_source(tiny.write_raw(tmp_path / "a.safetensors", header, bytes(12)))
+    source = open_source(tiny.write_raw(tmp_path / "a.safetensors", header, bytes(max(ends, default=8))))
     assert source.open(["fine"]) == []
     (problem,) = source.open(["w"])
     assert problem.startswith("w (a.safetensors): ")
     assert message in problem
     with pytest.raises(CheckpointError, match=r"w \(a\.safetensors\)"):
+        source.read("w")
+
+
+@pytest.mark.parametrize(
+    ("header", "data_bytes", "gap"),
+    [
+        ({"a": entry([2], 0, 8), "w": entry([2], 12, 20), "b": entry([2], 20, 28)}, 28, {"a": 8, "w": 8}),
+        ({"w": entry([2], 4, 12), "b": entry([2], 12, 20)}, 20, {"w": 0}),
+        ({"a": entry([2], 0, 8), "w": entry([2], 8, 16)}, 20, {"w": 16}),
+    ],
+)
+def test_bytes_of_no_tensor_are_reported_for_the_tensors_beside_them(tmp_path, header, data_bytes, gap):
+    path = tiny.write_raw(tmp_path / "a.safetensors", header, bytes(data_bytes))
+    start, source = path.stat().st_size - data_bytes, open_source(path)
+    for name in header:
+        at = start + gap.get(name, 0)
+        problem = f"{name} (a.safetensors): 4 bytes beside it, from {at} on, belong to no tensor"
+        assert source.open([name]) == ([problem] if name in gap else [])
+
+
+def test_a_name_that_is_in_one_header_twice_is_malformed(tmp_path):
+    one = json.dumps(entry([2], 0, 8))
+    tiny.write_raw(tmp_path / "a.safetensors", f'{{"w": {one}, "w": {one}}}'.encode(), bytes(8))
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: malformed header: 'w' is in it twice"):
+        open_source(tmp_path / "a.safetensors")
+
+
+def test_links_in_a_folder_may_lead_out_of_it(tmp_path):
+    # as all files of huggingface_hub's cache do
+    tiny.write_folder(tmp_path / "model", {"a": np.ones(1, np.float32)})
+    file = tmp_path / "model" / "model-00001-of-00001.safetensors"
+    file.rename(tmp_path / "blob")
+    file.symlink_to(tmp_path / "blob")
+    assert open_source(tmp_path / "model").read("a").tolist() == [1]
+
+
+def test_what_is_read_is_counted(tmp_path):
+    source = open_source(tiny.write_raw(tmp_path / "a.safetensors", {"w": entry([3], 0, 12)}, bytes(12)))
+    header = (tmp_path / "a.safetensors").stat().st_size - 12
+    assert source.bytes_read == header
+    source.read_into("w", np.empty(2, np.float32), start=1)
+    source.prefetch(["w"])
+    assert (source.bytes_read, source.bytes_fetched) == (header + 8, 0)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(tmp_path):
+    path = tiny.write_raw(tmp_path / "a.safetensors", {"w": entry([3], 0, 12)}, bytes(12))
+    source = open_source(path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: ends early"):
+        source.read_into("w", np.empty(3, np.float32))
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"a\.safetensors: cannot be read any more"):
         source.read("w")
 
 
@@ -202,8 +259,12 @@ def test_what_is_not_there_or_not_safetensors_is_said(tmp_path):
         open_source(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         open_source(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"if training_args\.bin is what you mean, give the path of that file"):
         open_source(tmp_path)
-    with pytest.raises(CheckpointError, match=r"not a \.safetensors file"):
-        open_source(tmp_path / "pytorch_model.bin")
+    (tmp_path / "weights.h5").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"not a \.safetensors file, nor PyTorch's \(\.bin, \.pt, \.pth\)"):
+        open_source(tmp_path / "weights.h5")
+    (tmp_path / "checkpoint.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it is a converted checkpoint"):
+        open_source(tmp_path)
