@@ -52,7 +52,7 @@ def _meshes(rows: Sequence[Row], family: str) -> str:
         return "not run"
     (shapes,) = {tuple(map(tuple, row["meshes"])) for row in of_family}
     worst = max(row["difference"] for row in of_family)
-    return f"{len(shapes)}, of up to {max(a * b for a, b in shapes)} devices: {worst:.0e}"
+    return f"{', '.join(f'{data} x {model}' for data, model in shapes)}: {worst:.0e}"
 
 
 def _family(row: Row) -> str:
