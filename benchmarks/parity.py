@@ -76,12 +76,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="one alone")
     parser.add_argument("--save-reference", type=Path, metavar="FILE", help="keep what PyTorch gave (.npz), and stop")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="use what --save-reference kept")
+    parser.add_argument("--items", type=int, metavar="N", help="the first N items alone")
     parser.add_argument("--blocks", action="store_true", help="also the errors after every block, of the first item")
     args = parser.parse_args(argv)
     dtypes = (args.dtype,) if args.dtype else DTYPES
     subjects = [SUBJECTS[name] for name in args.encoder or SUBJECTS]
     if args.save_reference:
-        made = [reference(s, s.checkpoint(small=args.small), dtypes, blocks=args.blocks) for s in subjects]
+        made = [
+            reference(s, s.checkpoint(small=args.small), dtypes, count=args.items, blocks=args.blocks) for s in subjects
+        ]
         np.savez(args.save_reference, **{name: array for arrays in made for name, array in arrays.items()})
         return
     missed = []
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with np.load(args.reference) as given:
                 rows = compare(subject, checkpoint, dtypes, given, blocks=args.blocks)
         else:
-            given = reference(subject, checkpoint, dtypes, blocks=args.blocks)
+            given = reference(subject, checkpoint, dtypes, count=args.items, blocks=args.blocks)
             rows = compare(subject, checkpoint, dtypes, given, blocks=args.blocks)
         keep(TABLE, rows, folder=args.results or (None if args.small else RESULTS), note=args.note)
         missed += [f"{row['encoder']} in {row['dtype']}" for row in rows if row["ratio_max"] > BAR]
@@ -99,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\nover {BAR}: {', '.join(missed)}")
 
 
-def reference(subject: Subject, checkpoint: Checkpoint, dtypes: Sequence[str], *, blocks: bool) -> dict[str, Any]:
+def reference(
+    subject: Subject, checkpoint: Checkpoint, dtypes: Sequence[str], *, count: int | None, blocks: bool
+) -> dict[str, Any]:
     """What the original gives in float64 and in each dtype, and the items it was given.
 
     Returns:
@@ -109,7 +114,7 @@ def reference(subject: Subject, checkpoint: Checkpoint, dtypes: Sequence[str], *
     from tests.parity.originals import ORIGINALS, given
 
     result: dict[str, Any] = {f"versions/{name}": versions()[name] for name in ("torch", "transformers")}
-    items = subject.items(_config(subject, checkpoint))
+    items = subject.items(_config(subject, checkpoint))[:count]
     for i, item in enumerate(items):
         result |= {f"{subject.name}/item/{i}/{field}": array for field, array in item_arrays(item).items()}
     for dtype in dtypes:
