@@ -226,7 +226,7 @@ class Mapping:
         """The inverse: the tensors as the file holds them, bit for bit.
 
         Args:
-            params: Path -> array. One parameter is on the host at a time.
+            params: Path -> array. One parameter is on the host at a time, and of a `StoredArray` one piece.
 
         Yields:
             Tensor name and contiguous array.
@@ -234,11 +234,11 @@ class Mapping:
         Raises:
             CheckpointError: A parameter is missing, unknown or misshapen.
         """
-        problems = self._target_problems({path: tuple(value.shape) for path, value in params.items()})
-        if problems:
-            raise CheckpointError(f"{self.name}: these parameters do not make a checkpoint", problems)
-        for entry in self.entries:
-            value = np.asarray(params[entry.target])
+        self.outputs(params)
+        for entry in self._by_width(params):
+            value = params[entry.target]
+            if hasattr(value, "__array__"):  # a stored one is read where it is indexed
+                value = np.asarray(value)
             shape = entry.stored if entry.shape is None else entry.shape
             for position, part, name in self._pieces(entry):
                 piece, reorder = value[position], entry.reorder_of(part)
@@ -248,9 +248,32 @@ class Mapping:
                     piece = piece.transpose(np.argsort(entry.transpose))
                 yield name, np.ascontiguousarray(piece.reshape(shape)).reshape(entry.stored)
 
+    def outputs(self, params: MappingABC[str, Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each tensor that `export` makes, by name, in its order.
+
+        Raises:
+            CheckpointError: A parameter is missing, unknown or misshapen.
+        """
+        problems = self._target_problems({path: tuple(value.shape) for path, value in params.items()})
+        if problems:
+            raise CheckpointError(f"{self.name}: these parameters do not make a checkpoint", problems)
+        return {
+            name: (entry.stored, np.dtype(params[entry.target].dtype))
+            for entry in self._by_width(params)
+            for _, _, name in self._pieces(entry)
+        }
+
+    def sources(self, target: str) -> list[str]:
+        """The tensors that fill `target`, in order."""
+        return [name for _, _, name in self._pieces(self.entry(target))]
+
     def entry(self, target: str) -> Entry:
         """The entry that fills `target`."""
         return next(entry for entry in self.entries if entry.target == target)
+
+    def _by_width(self, params: MappingABC[str, Any]) -> list[Entry]:
+        """Entries of wide dtypes first: in a file each tensor then starts at a multiple of its values' size."""
+        return sorted(self.entries, key=lambda entry: -np.dtype(params[entry.target].dtype).itemsize)
 
     def _lead(self, entry: Entry) -> tuple[int, ...]:
         layers = (self._layers(entry),) if entry.layered else ()

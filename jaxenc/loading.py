@@ -301,6 +301,8 @@ def open_checkpoint(
     provenance = {
         "source": source.name,
         "revision": source.revision,
+        "files": source.sizes,
+        "mapping": mapping.name,
         "layout": mapping.layout,
         "versions": {name: version(name) for name in ("jaxenc", "jax", "orbax-checkpoint")},
         "config": source.config,
