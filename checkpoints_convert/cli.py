@@ -94,31 +94,17 @@ def convert(
     check_destination(dst, source=src, overwrite=overwrite)
     stored = open_checkpoint(src, tower=tower, revision=revision)
     source = stored.source or src
-    arrays = checkpoints_convert.incoming(source, stored.mapping, dtype)
-    dtypes = " and ".join(dict.fromkeys(array.dtype.name for array in arrays.values()))
-    parameters, size_bytes = (
-        sum(array.nbytes // array.dtype.itemsize for array in arrays.values()),
-        sum(array.nbytes for array in arrays.values()),
-    )
     read = _read(stored)
-    data: dict[str, Any] = {
-        "source": src,
-        "destination": str(dst),
-        "encoder": stored.config.family,
-        "dtype": dtypes,
-        "parameters": parameters,
-        "size_bytes": size_bytes,
-    }
-    text = (
-        f"{stored.config.family}: {parameters / 1e6:,.1f} M parameters, {size_bytes / 1e6:,.1f} MB of {dtypes} in {dst}"
-    )
+    data: dict[str, Any] = {"source": src, "destination": str(dst), "encoder": stored.config.family}
     if dry_run:
+        arrays = checkpoints_convert.incoming(source, stored.mapping, dtype).values()
+        dtypes = " and ".join(dict.fromkeys(array.dtype.name for array in arrays))
+        size_bytes = sum(array.nbytes for array in arrays)
+        data |= {"dry_run": True, "dtype": dtypes, "tensors": _tensors(stored), "size_bytes": size_bytes}
         lines = [f"would read {sum(read.values()) / 1e6:,.1f} MB, {_tensors(stored)} tensors, of {len(read)} files:"]
         lines += [f"  {size / 1e6:10,.1f} MB of {file}" for file, size in read.items()]
-        output.result(
-            data | {"dry_run": True, "tensors": _tensors(stored), "read_bytes_by_file": read},
-            "\n".join([*lines, f"would write {text}"]),
-        )
+        lines.append(f"would write {stored.config.family}: {size_bytes / 1e6:,.1f} MB of {dtypes} in {dst}")
+        output.result(data | {"read_bytes_by_file": read}, "\n".join(lines))
         return
     with bytes_progress(f"converting {src}", sum(read.values()), shown=not quiet) as progress:
         done = checkpoints_convert.convert_checkpoint(
@@ -131,14 +117,17 @@ def convert(
             progress=progress,
         )
     for count, what in (
-        (done.nonfinite, "of the source NaN or infinite; they are stored as they are"),
+        (done.nonfinite, "NaN or infinite in the source; they are stored as they are"),
         (done.overflowed, f"too large for {dtype}: infinite now"),
         (done.underflowed, f"too small for {dtype}: zero now"),
     ):
         if count:
             logging.getLogger(__name__).warning(f"warning: {count} value{'s are' if count > 1 else ' is'} {what}")
+    dtypes = " and ".join(done.dtypes)
+    data |= {"dtype": dtypes, "parameters": done.parameters, "size_bytes": done.size_bytes}
     counts = {"nonfinite": done.nonfinite, "overflowed": done.overflowed, "underflowed": done.underflowed}
-    output.result(data | counts, text)
+    size = f"{done.parameters / 1e6:,.1f} M parameters, {done.size_bytes / 1e6:,.1f} MB of {dtypes}"
+    output.result(data | counts, f"{stored.config.family}: {size} in {dst}")
 
 
 @app.command()
@@ -209,8 +198,11 @@ def export(
     mappings = stored.config.mappings()
     if layout not in mappings:
         raise typer.BadParameter(f"--layout {layout}: there is {', '.join(mappings)}")
+    mapping = mappings[layout]
+    if layout == stored.provenance.get("layout"):  # with prefixes spelt as they came
+        mapping = mapping.located(set(stored.provenance.get("tensors", ())))
     arrays = checkpoints_convert.stored_arrays(dst)
-    shards = checkpoints_convert.export_shards(arrays, mappings[layout], max_shard_bytes=most)
+    shards = checkpoints_convert.export_shards(arrays, mapping, max_shard_bytes=most)
     total = sum(shard.size_bytes for shard in shards)
     files = [shard.file for shard in shards]
     data = {
@@ -233,7 +225,7 @@ def export(
         return
     with bytes_progress(f"exporting {dst}", total, shown=not quiet) as progress:
         checkpoints_convert.export_checkpoint(
-            dst, mappings[layout], out, max_shard_bytes=most, overwrite=overwrite, progress=progress
+            dst, mapping, out, max_shard_bytes=most, overwrite=overwrite, progress=progress
         )
     output.result(data, f"{out}: {', '.join(files)}\n{claim.text}")
 

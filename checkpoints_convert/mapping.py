@@ -10,7 +10,7 @@ import difflib
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from collections.abc import Mapping as MappingABC
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -118,17 +118,17 @@ class Mapping:
         """Shape of each tensor that the file must have, by name."""
         return {name: entry.stored for entry in self.entries for _, _, name in self._pieces(entry)}
 
-    def located(self, names: Iterable[str]) -> "Mapping":
+    def located(self, names: Set[str]) -> "Mapping":
         """The same mapping with its prefixes spelt as in `names` (the first spelling where none occurs)."""
-        names, mapping = set(names), self
+        mapping = self
         for prefix, spellings in self.aliases:
             candidates = [mapping._renamed(prefix, spelling) for spelling in (prefix, *spellings)]
             mapping = max(candidates, key=lambda candidate: candidate.hits(names))
         return mapping
 
-    def hits(self, names: Iterable[str]) -> int:
+    def hits(self, names: Set[str]) -> int:
         """How many of the tensors it needs are among `names`."""
-        return len(self.names.keys() & set(names))
+        return len(self.names.keys() & names)
 
     def read(
         self, source: Source, target: str, index: Index | None = None, dtype: npt.DTypeLike | None = None
@@ -189,9 +189,10 @@ class Mapping:
         """
         known = self.names
         problems = [] if targets is None else self._target_problems(targets)
-        problems += source.open(name for name in list(source.names) if name in known or name.startswith(self.prefixes))
+        problems += source.open(self._near(source.names, known))
         # Only now: an opened file may hold tensors that the index is silent about.
-        present = {name for name in source.names if not name.startswith(self.unused)}
+        near = self._near(source.names, known)
+        present = {name for name in near if not name.startswith(self.unused)}
         owned = {name for name in present if name.startswith(self.prefixes)}
 
         layer_problems, excused = self._layer_problems(present)
@@ -270,6 +271,10 @@ class Mapping:
     def entry(self, target: str) -> Entry:
         """The entry that fills `target`."""
         return next(entry for entry in self.entries if entry.target == target)
+
+    def _near(self, names: Iterable[str], known: MappingABC[str, Any]) -> list[str]:
+        """Those that matter to this tower: in a large checkpoint few, and the rest is looked at once."""
+        return [name for name in names if name in known or name.startswith(self.prefixes)]
 
     def _by_width(self, params: MappingABC[str, Any]) -> list[Entry]:
         """Entries of wide dtypes first: in a file each tensor then starts at a multiple of its values' size."""
@@ -392,7 +397,7 @@ def detect(source: Source, mappings: MappingABC[str, Mapping]) -> Mapping:
 
 def top_level(names: Iterable[str]) -> dict[str, int]:
     """How many names there are under each first component, most first."""
-    return dict(Counter(name.split(".")[0] for name in names).most_common())
+    return dict(Counter(name.partition(".")[0] for name in names).most_common())
 
 
 def norm(target: str, source: str, size: int) -> tuple[Entry, ...]:

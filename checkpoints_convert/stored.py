@@ -6,6 +6,7 @@ is written is what Orbax itself writes of NumPy arrays in chunks, and anything t
 
 import asyncio
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
@@ -22,8 +23,8 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.sources import NumpyArray
 
 PIECE_BYTES = 64 << 20
-# Of pieces that have been read and are still being written: one more is read meanwhile.
-WAITING_BYTES = PIECE_BYTES
+# Of pieces that have been read and are still being written.
+WAITING_BYTES = 2 * PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,18 @@ def write_arrays(folder: Path, arrays: MappingABC[str, Incoming], seen: Seen) ->
                 dtype=value.dtype,
                 process_index=0,
             )
+            # All files are synchronised together at the end: to wait for the disk after each piece takes longer.
+            spec["context"] = {"file_io_sync": False}
             return await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
 
     registry = ocp.type_handlers.create_type_handler_registry((Incoming, PieceHandler()))
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
 
 
 class StoredArray:
