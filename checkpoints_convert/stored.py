@@ -25,6 +25,8 @@ from checkpoints_convert.sources import NumpyArray
 PIECE_BYTES = 64 << 20
 # Of pieces that have been read and are still being written.
 WAITING_BYTES = 2 * PIECE_BYTES
+# Of a file of the checkpoint: what is in one that is complete is on its way to the disk while the next is filled.
+FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,14 @@ def write_arrays(folder: Path, arrays: MappingABC[str, Incoming], seen: Seen) ->
                 *(self._create(value, info) for value, info in zip(values, infos, strict=True))
             )
             waiting: deque[tuple[Any, Future[None], int]] = deque()
-            with ThreadPoolExecutor(1) as observer:
+            synchronised: set[Path] = set()
+            with ThreadPoolExecutor(1) as observer, ThreadPoolExecutor(1) as disk:
                 try:
                     for info, value, store in zip(infos, values, stores, strict=True):
                         for index in _pieces(value.shape, value.dtype.itemsize):
                             while sum(size for *_, size in waiting) > WAITING_BYTES:
                                 await _finished(*waiting.popleft())
+                                disk.submit(_synchronise, Path(info.parent_dir), synchronised)
                             raw = value.read(index)
                             with np.errstate(over="ignore"):  # whoever sees the piece counts what is infinite now
                                 piece = raw.astype(value.dtype, copy=False)
@@ -105,18 +109,15 @@ def write_arrays(folder: Path, arrays: MappingABC[str, Incoming], seen: Seen) ->
                 dtype=value.dtype,
                 process_index=0,
             )
-            # All files are synchronised together at the end: to wait for the disk after each piece takes longer.
+            # Files are synchronised beside: to wait for the disk before the next piece is written takes longer.
             spec["context"] = {"file_io_sync": False}
             return await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
 
     registry = ocp.type_handlers.create_type_handler_registry((Incoming, PieceHandler()))
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=FILE_BYTES))
+    _synchronise(folder, set())
 
 
 class StoredArray:
@@ -217,6 +218,17 @@ def _pieces(shape: tuple[int, ...], item_bytes: int) -> Iterator[slice]:
     most = max(1, PIECE_BYTES // max(1, math.prod(shape[1:]) * item_bytes))
     rows = max((size for size in range(1, min(most, shape[0]) + 1) if shape[0] % size == 0), default=1)
     yield from (slice(start, start + rows) for start in range(0, shape[0], rows))
+
+
+def _synchronise(folder: Path, done: set[Path]) -> None:
+    """Waits until the disk has all files that are not `done`, and adds them."""
+    for file in folder.rglob("*"):
+        # one may be renamed meanwhile; the last call meets it under its own name
+        with suppress(FileNotFoundError):
+            if file not in done and file.is_file():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+                done.add(file)
 
 
 async def _finished(written: Any, seen: Future[None], size_bytes: int) -> None:
