@@ -35,6 +35,7 @@ lint: $(VENV)/.media,lint
 bench: $(VENV)/.media,test,parity
 	$(BIN)/python -m benchmarks.parity
 	$(BIN)/python -m benchmarks.loading
+	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.encode
 	$(BIN)/python -m benchmarks.plans
 	$(BIN)/python -m benchmarks.packing

@@ -9,24 +9,31 @@ save_checkpoint("kimi", params, {"source": source.name})
 
 from checkpoints_convert import mappings
 from checkpoints_convert.convert import (
+    Conversion,
     Target,
+    checksums,
+    convert_checkpoint,
+    incoming,
     is_checkpoint,
     load_parameters,
     read_metadata,
     restore_checkpoint,
     restore_host,
     save_checkpoint,
+    stored_arrays,
     stored_targets,
     strip_padding,
 )
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.export import export_checkpoint, export_parameters
+from checkpoints_convert.export import Claim, export_checkpoint, export_claim, export_parameters, export_shards
 from checkpoints_convert.mapping import Entry, Mapping, Reorder, detect
 from checkpoints_convert.sources import Source, TensorInfo, open_source
-from checkpoints_convert.verify import Report, inspect, verify
+from checkpoints_convert.verify import Report, inspect, verify, verify_checksums
 
 __all__ = [
     "CheckpointError",
+    "Claim",
+    "Conversion",
     "Entry",
     "Mapping",
     "Reorder",
@@ -34,9 +41,14 @@ __all__ = [
     "Source",
     "Target",
     "TensorInfo",
+    "checksums",
+    "convert_checkpoint",
     "detect",
     "export_checkpoint",
+    "export_claim",
     "export_parameters",
+    "export_shards",
+    "incoming",
     "inspect",
     "is_checkpoint",
     "load_parameters",
@@ -46,7 +58,9 @@ __all__ = [
     "restore_checkpoint",
     "restore_host",
     "save_checkpoint",
+    "stored_arrays",
     "stored_targets",
     "strip_padding",
     "verify",
+    "verify_checksums",
 ]

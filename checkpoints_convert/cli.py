@@ -1,19 +1,22 @@
 """The command line: checkpoints-convert inspect | convert | verify | export."""
 
+import logging
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import typer
 
 import checkpoints_convert
-import jaxenc
 from checkpoints_convert import CheckpointError
 from checkpoints_convert.convert import check_destination
 from jaxenc import console
 from jaxenc.console import Debug, Json, Output, Quiet, Version
-from jaxenc.loading import open_checkpoint
+from jaxenc.encoder import checkpoint_metadata
+from jaxenc.loading import StoredEncoder, open_checkpoint
 from jaxenc.models import published_configs
+from jaxenc.progress import bytes_progress
 
 app = typer.Typer(
     help="PyTorch checkpoints <-> checkpoints for JAX: only the bytes that are needed, both ways.",
@@ -23,6 +26,8 @@ app = typer.Typer(
 )
 Src = Annotated[str, typer.Argument(metavar="SRC", help="Hub id, or folder or file of PyTorch safetensors.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub repository.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be read and written, and touch nothing.")]
+DTYPES = ("float32", "bfloat16", "float16")
 Tower = Annotated[str | None, typer.Option(help="vision or audio, where the checkpoint has both.")]
 
 
@@ -71,50 +76,85 @@ def convert(
     src: Src,
     dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     tower: Tower = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; as stored where not given.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16, to the nearest (ties to even); as it comes if not given."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the converted checkpoint at DST.")] = False,
+    dry_run: DryRun = False,
     revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Writes one tower as a checkpoint that `jaxenc.load` reads on any mesh."""
+    """Writes one tower as a checkpoint that `jaxenc.load` reads on any mesh, a piece at a time."""
+    if dtype not in (None, *DTYPES):
+        raise typer.BadParameter(f"--dtype {dtype}: it can be {', '.join(DTYPES)}")
     output = Output(as_json, quiet)
     check_destination(dst, source=src, overwrite=overwrite)
-    output.progress(f"reading {src}")
-    encoder = jaxenc.load(src, tower=tower, dtype=dtype, revision=revision)
-    leaves = jax.tree.leaves(encoder.params)
-    output.progress(f"writing {dst}")
-    encoder.save(dst, overwrite=overwrite)
-    data = {
-        "source": src,
-        "destination": str(dst),
-        "encoder": encoder.config.family,
-        "dtype": encoder.dtype.name,
-        "parameters": sum(leaf.size for leaf in leaves),
-        "size_bytes": sum(leaf.nbytes for leaf in leaves),
-    }
-    text = (
-        f"{encoder.config.family}: {data['parameters'] / 1e6:,.1f} M parameters, {data['size_bytes'] / 1e6:,.1f} MB of "
-        f"{encoder.dtype.name} in {dst}"
-    )
-    output.result(data, text)
+    stored = open_checkpoint(src, tower=tower, revision=revision)
+    source = stored.source or src
+    read = _read(stored)
+    data: dict[str, Any] = {"source": src, "destination": str(dst), "encoder": stored.config.family}
+    if dry_run:
+        arrays = checkpoints_convert.incoming(source, stored.mapping, dtype).values()
+        dtypes = " and ".join(dict.fromkeys(array.dtype.name for array in arrays))
+        size_bytes = sum(array.nbytes for array in arrays)
+        data |= {"dry_run": True, "dtype": dtypes, "tensors": _tensors(stored), "size_bytes": size_bytes}
+        lines = [f"would read {sum(read.values()) / 1e6:,.1f} MB, {_tensors(stored)} tensors, of {len(read)} files:"]
+        lines += [f"  {size / 1e6:10,.1f} MB of {file}" for file, size in read.items()]
+        lines.append(f"would write {stored.config.family}: {size_bytes / 1e6:,.1f} MB of {dtypes} in {dst}")
+        output.result(data | {"read_bytes_by_file": read}, "\n".join(lines))
+        return
+    with bytes_progress(f"converting {src}", sum(read.values()), shown=not quiet) as progress:
+        done = checkpoints_convert.convert_checkpoint(
+            source,
+            stored.mapping,
+            dst,
+            dtype=dtype,
+            metadata=checkpoint_metadata(stored.config, stored.provenance),
+            overwrite=overwrite,
+            progress=progress,
+        )
+    for count, what in (
+        (done.nonfinite, "NaN or infinite in the source; they are stored as they are"),
+        (done.overflowed, f"too large for {dtype}: infinite now"),
+        (done.underflowed, f"too small for {dtype}: zero now"),
+    ):
+        if count:
+            logging.getLogger(__name__).warning(f"warning: {count} value{'s are' if count > 1 else ' is'} {what}")
+    dtypes = " and ".join(done.dtypes)
+    data |= {"dtype": dtypes, "parameters": done.parameters, "size_bytes": done.size_bytes}
+    counts = {"nonfinite": done.nonfinite, "overflowed": done.overflowed, "underflowed": done.underflowed}
+    size = f"{done.parameters / 1e6:,.1f} M parameters, {done.size_bytes / 1e6:,.1f} MB of {dtypes}"
+    output.result(data | counts, f"{stored.config.family}: {size} in {dst}")
 
 
 @app.command()
 def verify(
-    src: Src,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="What `convert` made of it.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="What was converted; or DST alone, to check its own checksums.")
+    ],
+    dst: Annotated[Path | None, typer.Argument(metavar="[DST]", help="What `convert` made of it.")] = None,
     revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Compares every tensor with what the inverse mapping makes of the converted checkpoint, bit for bit."""
+    """Compares every tensor with what the inverse mapping makes of the converted checkpoint, bit for bit.
+
+    Without SRC, compares the converted checkpoint with the checksums that were kept when it was written.
+    """
+    output = Output(as_json, quiet)
+    if dst is None:
+        _verify_checksums(src, output)
+        return
     stored = open_checkpoint(dst)
     source = checkpoints_convert.open_source(src, revision=revision)
     mapping = checkpoints_convert.detect(source, stored.config.mappings())
-    report = checkpoints_convert.verify(source, mapping, dst)
+    total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
+    with bytes_progress(f"verifying {dst}", total, shown=not quiet) as progress:
+        report = checkpoints_convert.verify(source, mapping, dst, progress=progress)
     data = {
         "source": src,
         "destination": str(dst),
@@ -132,7 +172,7 @@ def verify(
         lines.append(f"{report.rounded} tensors equal after rounding to {stored.dtype.name}")
     if report.nonfinite:
         lines.append(f"{report.nonfinite} values of the source are NaN or infinite")
-    Output(as_json, quiet).result(data, "\n".join(lines))
+    output.result(data, "\n".join(lines))
     if not report.ok:
         raise CheckpointError(f"{dst}: differs from {src}", report.differing)
 
@@ -144,18 +184,103 @@ def export(
     layout: Annotated[
         str, typer.Option(help="original (as published) or transformers (as it names them).")
     ] = "original",
-    max_shard_size: Annotated[int, typer.Option(help="Bytes a file may have.", min=1)] = 5_000_000_000,
+    max_shard_size: Annotated[str, typer.Option(help="What a file may have: bytes, or such as 5GB or 500MiB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the export at OUT.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Writes a converted checkpoint as PyTorch safetensors again."""
-    mappings = open_checkpoint(dst).config.mappings()
+    """Writes a converted checkpoint as PyTorch safetensors again, and says what is known of them."""
+    output, most = Output(as_json, quiet), parse_size(max_shard_size)
+    stored = open_checkpoint(dst)
+    claim = checkpoints_convert.export_claim(dst)
+    mappings = stored.config.mappings()
     if layout not in mappings:
         raise typer.BadParameter(f"--layout {layout}: there is {', '.join(mappings)}")
-    files = checkpoints_convert.export_checkpoint(
-        dst, mappings[layout], out, max_shard_bytes=max_shard_size, overwrite=overwrite
-    )
-    data = {"source": str(dst), "destination": str(out), "layout": layout, "files": files}
-    Output(as_json, quiet).result(data, f"{out}: {', '.join(files)}")
+    mapping = mappings[layout]
+    if layout == stored.provenance.get("layout"):  # with prefixes spelt as they came
+        mapping = mapping.located(set(stored.provenance.get("tensors", ())))
+    arrays = checkpoints_convert.stored_arrays(dst)
+    shards = checkpoints_convert.export_shards(arrays, mapping, max_shard_bytes=most)
+    total = sum(shard.size_bytes for shard in shards)
+    files = [shard.file for shard in shards]
+    data = {
+        "source": str(dst),
+        "destination": str(out),
+        "layout": layout,
+        "files": files,
+        "exact": claim.exact,
+        "claim": claim.text,
+    }
+    if dry_run:
+        lines = [f"would read {total / 1e6:,.1f} MB of {dst}", f"would write into {out}:"]
+        lines += [f"  {s.size_bytes / 1e6:10,.1f} MB, {len(s.tensors)} tensors, {s.file}" for s in shards]
+        written = {shard.file: shard.size_bytes for shard in shards}
+        count = sum(len(shard.tensors) for shard in shards)
+        output.result(
+            data | {"dry_run": True, "tensors": count, "written_bytes_by_file": written},
+            "\n".join([*lines, claim.text]),
+        )
+        return
+    with bytes_progress(f"exporting {dst}", total, shown=not quiet) as progress:
+        checkpoints_convert.export_checkpoint(
+            dst, mapping, out, max_shard_bytes=most, overwrite=overwrite, progress=progress
+        )
+    output.result(data, f"{out}: {', '.join(files)}\n{claim.text}")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB, 500MiB or 1000.
+
+    Raises:
+        typer.BadParameter: It is not one, or it is nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)(i?)B)?", text.strip(), re.IGNORECASE)
+    size = 0
+    if match:
+        number, prefix, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
+    if size < 1:
+        raise typer.BadParameter(f"{text!r}: write a size as 5GB, 500MiB or a number of bytes")
+    return size
+
+
+def _verify_checksums(dst: str, output: Output) -> None:
+    total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
+    with bytes_progress(f"verifying {dst}", total, shown=not output.quiet) as progress:
+        same, differing, without = checkpoints_convert.verify_checksums(dst, progress)
+    data = {
+        "destination": dst,
+        "same": len(same),
+        "differing": differing,
+        "without_checksum": without,
+        "ok": not (differing or without),
+    }
+    lines = [f"{len(same)} parameters are as they were written"] if same or not without else []
+    if without:
+        lines.append(f"{len(without)} parameters have no checksum: give SRC too")
+    output.result(data, "\n".join(lines))
+    if differing or without:
+        problems = [*differing, *(f"{name}: has no checksum" for name in without)]
+        raise CheckpointError(f"{dst}: is not known to be as it was written", problems)
+
+
+def _tensors(stored: StoredEncoder) -> int:
+    if stored.mapping is None:
+        assert stored.path is not None
+        return len(checkpoints_convert.stored_targets(stored.path))
+    return len(stored.mapping.names)
+
+
+def _read(stored: StoredEncoder) -> dict[str, int]:
+    """Bytes that are read of each file."""
+    if stored.source is None or stored.mapping is None:
+        assert stored.path is not None
+        arrays = checkpoints_convert.stored_arrays(stored.path)
+        return {str(stored.path): sum(array.nbytes for array in arrays.values())}
+    sizes: dict[str, int] = {}
+    for name in stored.mapping.names:
+        info = stored.source.info(name)
+        sizes[info.file] = sizes.get(info.file, 0) + info.size_bytes
+    return dict(sorted(sizes.items()))

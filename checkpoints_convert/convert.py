@@ -1,12 +1,14 @@
 """From a checkpoint into sharded JAX arrays, and to and from a converted (Orbax) checkpoint on disk."""
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingABC
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,25 @@ import numpy.typing as npt
 from jax.experimental import multihost_utils
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.folders import begin_folder, clear, finish_folder, keep_apart
+from checkpoints_convert.folders import (
+    begin_folder,
+    clear,
+    finish_folder,
+    keep_apart,
+    need_space,
+    new_folder,
+    removed_on_error,
+)
 from checkpoints_convert.mapping import Index, Mapping, empty_aligned
 from checkpoints_convert.sources import NumpyArray, Source
+from checkpoints_convert.stored import Incoming, StoredArray, damage_reported, open_arrays, write_arrays
+from checkpoints_convert.values import count_nonfinite, count_zeros, memory
 
 METADATA_FILE = "checkpoint.json"
 FORMAT = "checkpoints_convert 1"
 _ARRAYS = "arrays"
+_KIND = "a converted checkpoint"
+ROUNDING = "to the nearest value, and of two that are equally near to the even one"
 _INLINE_BYTES = 1 << 20
 _Spans = tuple[tuple[int, int], ...]
 
@@ -118,28 +132,155 @@ def save_checkpoint(
         CheckpointError: There is something at `path` already.
     """
     partial, destination = _begin(path, overwrite=overwrite)
-    description = {
-        "format": FORMAT,
-        "parameters": {
-            name: {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name} for name, value in params.items()
-        },
-        "metadata": dict(metadata or {}),
-    }
-    text = json.dumps(description, indent=1)
-
+    text = _description({name: _described(value) for name, value in params.items()}, metadata)
     first = jax.process_index() == 0
-    if first:
-        clear(partial)
-        (partial / METADATA_FILE).write_text(text)
-    _barrier("checkpoints_convert.begin")
-    import orbax.checkpoint as ocp
+    with removed_on_error(path, partial):
+        if first:
+            clear(partial)
+            (partial / METADATA_FILE).write_text(text)
+        _barrier("checkpoints_convert.begin")
+        import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
-        checkpointer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(dict(params)))
-    _barrier("checkpoints_convert.written")
-    if first:
-        finish_folder(partial, destination)
-    _barrier("checkpoints_convert.done")
+        with _checkpointer() as checkpointer:
+            checkpointer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(dict(params)))
+        _barrier("checkpoints_convert.written")
+        if first:
+            finish_folder(partial, destination)
+        _barrier("checkpoints_convert.done")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert_checkpoint` wrote.
+
+    Attributes:
+        parameters: Values.
+        size_bytes: Bytes of them, as stored.
+        dtypes: Bytes by dtype, as stored.
+        source_dtypes: Bytes by dtype, as they came.
+        nonfinite: Values of the source that are NaN or infinite; they are stored as they are.
+        narrowed: Whether some are stored in a dtype that does not hold every value of the one they came in.
+        overflowed: Finite values of the source that the stored dtype is too narrow for: they are infinite now.
+        underflowed: Values of the source that the stored dtype is too coarse for: they are zero now.
+    """
+
+    parameters: int
+    size_bytes: int
+    dtypes: dict[str, int]
+    source_dtypes: dict[str, int]
+    nonfinite: int
+    narrowed: bool
+    overflowed: int
+    underflowed: int
+
+
+def convert_checkpoint(
+    source: "Source | str | Path",
+    mapping: Mapping | None,
+    path: str | Path,
+    *,
+    dtype: npt.DTypeLike | None = None,
+    metadata: MappingABC[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+) -> Conversion:
+    """Writes a tower as a converted checkpoint, a piece at a time: it is never in memory as a whole, nor on a device.
+
+    Whatever stops it, `path` is absent or whole (or what it was before), never in between. Casts round to the nearest
+    value, and of two that are equally near to the even one.
+
+    Args:
+        source: The checkpoint; or a converted one, which is rewritten.
+        mapping: The tower's mapping, as `detect` gives it; None for a converted checkpoint.
+        path: The folder to make.
+        dtype: What values are stored as; None keeps what they come in (float32 or wider for a parameter that is stacked
+            from tensors of several).
+        metadata: Anything JSON holds; comes back from `read_metadata`, with "conversion": a `Conversion`'s fields.
+        overwrite: Replace the converted checkpoint that is there; nothing else is replaced.
+        progress: Called with the bytes of each piece that has been read.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointError: With every problem of the source in one report; or there is something at `path`, or no room.
+    """
+    keep_apart(source.name if isinstance(source, Source) else source, path)
+    _begin(path, overwrite=overwrite)
+    arrays = incoming(source, mapping, dtype)
+    need_space(path, sum(array.nbytes for array in arrays.values()))
+    sums: dict[str, dict[str, Any]] = {name: {} for name in arrays}
+    found: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
+    source_dtypes: Counter[str] = Counter()
+
+    def seen(name: str, raw: NumpyArray, piece: NumpyArray) -> None:
+        sums[name].setdefault("sha256", hashlib.sha256()).update(memory(piece))
+        bad = count_nonfinite(raw)
+        found["nonfinite"] += bad
+        if raw.dtype != piece.dtype:
+            sums[name].setdefault("source_sha256", hashlib.sha256()).update(memory(raw))
+            found["narrowed"] += not np.can_cast(raw.dtype, piece.dtype, casting="safe")
+            found["overflowed"] += count_nonfinite(piece) - bad
+            found["underflowed"] += count_zeros(piece) - count_zeros(raw)
+        dtypes[piece.dtype.name] += piece.nbytes
+        source_dtypes[raw.dtype.name] += raw.nbytes
+        progress(raw.nbytes)
+
+    with new_folder(path, overwrite=overwrite, kind=_KIND, is_kind=_is_ours) as partial:
+        write_arrays(partial / _ARRAYS, arrays, seen)
+        conversion = Conversion(
+            parameters=sum(math.prod(array.shape) for array in arrays.values()),
+            size_bytes=dtypes.total(),
+            dtypes=dict(dtypes),
+            source_dtypes=dict(source_dtypes),
+            nonfinite=found["nonfinite"],
+            narrowed=found["narrowed"] > 0,
+            overflowed=found["overflowed"],
+            underflowed=found["underflowed"],
+        )
+        described = {
+            name: _shape_and_dtype(array) | {key: value.hexdigest() for key, value in sums[name].items()}
+            for name, array in arrays.items()
+        }
+        extra = {"conversion": {**asdict(conversion), "rounding": ROUNDING}}
+        (partial / METADATA_FILE).write_text(_description(described, {**(metadata or {}), **extra}))
+    return conversion
+
+
+def incoming(
+    source: "Source | str | Path", mapping: Mapping | None, dtype: npt.DTypeLike | None = None
+) -> dict[str, Incoming]:
+    """What `convert_checkpoint` would write, by path; nothing is read yet.
+
+    Args:
+        source: See `convert_checkpoint`.
+        mapping: See `convert_checkpoint`.
+        dtype: See `convert_checkpoint`.
+
+    Raises:
+        CheckpointError: With every problem of the source in one report.
+    """
+    if not isinstance(source, Source):
+        arrays = stored_arrays(source)
+        return {
+            path: Incoming(array.shape, np.dtype(array.dtype if dtype is None else dtype), array.read)
+            for path, array in arrays.items()
+        }
+    assert mapping is not None
+    problems = mapping.check(source)
+    if problems:
+        raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower", problems)
+
+    def one(path: str, shape: tuple[int, ...]) -> Incoming:
+        own = _common_dtype(source.info(name).dtype for name in mapping.sources(path))
+
+        def read(rows: slice) -> NumpyArray:
+            return mapping.read(source, path, (rows,) if shape else None, own)
+
+        return Incoming(shape, own if dtype is None else np.dtype(dtype), read)
+
+    return {path: one(path, shape) for path, shape in mapping.shapes.items()}
 
 
 def check_destination(path: str | Path, *, source: str | Path, overwrite: bool = False) -> None:
@@ -211,6 +352,25 @@ def restore_checkpoint(
         {name: _abstract(target, _sharding(target)) for name, target in targets.items()},
         padded=[name for name, target in targets.items() if _stored_shape(target) != tuple(target.shape)],
     )
+
+
+def stored_arrays(path: str | Path) -> dict[str, StoredArray]:
+    """The parameters of a converted checkpoint by path, to be read piece by piece.
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    names = list(_describe(path)["parameters"])
+    return open_arrays(str(path), _arrays_folder(path), names)
+
+
+def checksums(path: str | Path) -> dict[str, str]:
+    """SHA-256 of each parameter's bytes in C order, by path, as they were when it was written; of those that have one.
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    return {name: entry["sha256"] for name, entry in _describe(path)["parameters"].items() if "sha256" in entry}
 
 
 def restore_host(path: str | Path) -> dict[str, NumpyArray]:
@@ -296,7 +456,34 @@ def _sharding(target: Target) -> jax.sharding.Sharding:
 
 
 def _begin(path: str | Path, *, overwrite: bool) -> tuple[Path, Path]:
-    return begin_folder(path, overwrite=overwrite, kind="a converted checkpoint", is_kind=_is_ours)
+    return begin_folder(path, overwrite=overwrite, kind=_KIND, is_kind=_is_ours)
+
+
+def _description(parameters: MappingABC[str, Any], metadata: MappingABC[str, Any] | None) -> str:
+    return json.dumps({"format": FORMAT, "parameters": dict(parameters), "metadata": dict(metadata or {})}, indent=1)
+
+
+def _shape_and_dtype(value: Any) -> dict[str, Any]:
+    return {"shape": list(value.shape), "dtype": np.dtype(value.dtype).name}
+
+
+def _described(value: jax.Array) -> dict[str, Any]:
+    described = _shape_and_dtype(value)
+    if jax.process_count() == 1:  # of several processes no one has all of it
+        described["sha256"] = hashlib.sha256(memory(np.asarray(value))).hexdigest()
+    return described
+
+
+def _common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
+    found = set(dtypes)
+    return found.pop() if len(found) == 1 else max(np.dtype(np.float32), *found, key=lambda dtype: dtype.itemsize)
+
+
+def _arrays_folder(path: str | Path) -> Path:
+    folder = Path(path).expanduser().absolute() / _ARRAYS
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: is incomplete (its folder {_ARRAYS} is not there); convert it again")
+    return folder
 
 
 def _is_ours(folder: Path) -> bool:
@@ -356,18 +543,9 @@ def _restore(
         # Not strict: each shard is read as far as it is stored, and is zero beyond.
         restore_args[name].strict = False
     args = ocp.args.PyTreeRestore(item, restore_args=restore_args)
-    arrays = Path(path).expanduser().absolute() / _ARRAYS
-    if not arrays.is_dir():
-        raise CheckpointError(f"{path}: is incomplete (its folder {_ARRAYS} is not there); convert it again")
-    try:
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore(arrays, args=args)
-    except Exception as error:
-        # what its storage finds Orbax raises as these, some of it as Exception itself
-        if not isinstance(error, ValueError | OSError) and type(error) is not Exception:
-            raise
-        why = str(error.__cause__ or error).partition("\n")[0]
-        raise CheckpointError(f"{path}: cannot be restored; if a file is damaged, convert it again: {why}") from error
+    arrays = _arrays_folder(path)
+    with damage_reported(str(path)), _checkpointer() as checkpointer:
+        restored = checkpointer.restore(arrays, args=args)
     assert isinstance(restored, dict)
     return restored
 

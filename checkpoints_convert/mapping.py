@@ -10,7 +10,7 @@ import difflib
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from collections.abc import Mapping as MappingABC
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -123,17 +123,17 @@ class Mapping:
         """Shape of each tensor that the file must have, by name."""
         return {name: entry.stored for entry in self.entries for _, _, name in self._pieces(entry)}
 
-    def located(self, names: Iterable[str]) -> "Mapping":
+    def located(self, names: Set[str]) -> "Mapping":
         """The same mapping with its prefixes spelt as in `names` (the first spelling where none occurs)."""
-        names, mapping = set(names), self
+        mapping = self
         for prefix, spellings in self.aliases:
             candidates = [mapping._renamed(prefix, spelling) for spelling in (prefix, *spellings)]
             mapping = max(candidates, key=lambda candidate: candidate.hits(names))
         return mapping
 
-    def hits(self, names: Iterable[str]) -> int:
+    def hits(self, names: Set[str]) -> int:
         """How many of the tensors it needs are among `names`."""
-        return len(self.names.keys() & set(names))
+        return len(self.names.keys() & names)
 
     def read(
         self, source: Source, target: str, index: Index | None = None, dtype: npt.DTypeLike | None = None
@@ -194,9 +194,10 @@ class Mapping:
         """
         known = self.names
         problems = [] if targets is None else self._target_problems(targets)
-        problems += source.open(name for name in list(source.names) if name in known or name.startswith(self.prefixes))
+        problems += source.open(self._near(source.names, known))
         # Only now: an opened file may hold tensors that the index is silent about.
-        present = {name for name in source.names if not name.startswith(self.unused)}
+        near = self._near(source.names, known)
+        present = {name for name in near if not name.startswith(self.unused)}
         owned = {name for name in present if name.startswith(self.prefixes)}
 
         layer_problems, excused = self._layer_problems(present)
@@ -231,7 +232,7 @@ class Mapping:
         """The inverse: the tensors as the file holds them, bit for bit.
 
         Args:
-            params: Path -> array. One parameter is on the host at a time.
+            params: Path -> array. One parameter is on the host at a time, and of a `StoredArray` one piece.
 
         Yields:
             Tensor name and contiguous array.
@@ -239,11 +240,11 @@ class Mapping:
         Raises:
             CheckpointError: A parameter is missing, unknown or misshapen.
         """
-        problems = self._target_problems({path: tuple(value.shape) for path, value in params.items()})
-        if problems:
-            raise CheckpointError(f"{self.name}: these parameters do not make a checkpoint", problems)
-        for entry in self.entries:
-            value = np.asarray(params[entry.target])
+        self.outputs(params)
+        for entry in self._by_width(params):
+            value = params[entry.target]
+            if hasattr(value, "__array__"):  # a stored one is read where it is indexed
+                value = np.asarray(value)
             shape = entry.stored if entry.shape is None else entry.shape
             for position, part, name in self._pieces(entry):
                 piece, reorder = value[position], entry.reorder_of(part)
@@ -253,9 +254,36 @@ class Mapping:
                     piece = piece.transpose(np.argsort(entry.transpose))
                 yield name, np.ascontiguousarray(piece.reshape(shape)).reshape(entry.stored)
 
+    def outputs(self, params: MappingABC[str, Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each tensor that `export` makes, by name, in its order.
+
+        Raises:
+            CheckpointError: A parameter is missing, unknown or misshapen.
+        """
+        problems = self._target_problems({path: tuple(value.shape) for path, value in params.items()})
+        if problems:
+            raise CheckpointError(f"{self.name}: these parameters do not make a checkpoint", problems)
+        return {
+            name: (entry.stored, np.dtype(params[entry.target].dtype))
+            for entry in self._by_width(params)
+            for _, _, name in self._pieces(entry)
+        }
+
+    def sources(self, target: str) -> list[str]:
+        """The tensors that fill `target`, in order."""
+        return [name for _, _, name in self._pieces(self.entry(target))]
+
     def entry(self, target: str) -> Entry:
         """The entry that fills `target`."""
         return next(entry for entry in self.entries if entry.target == target)
+
+    def _near(self, names: Iterable[str], known: MappingABC[str, Any]) -> list[str]:
+        """Those that matter to this tower: in a large checkpoint few, and the rest is looked at once."""
+        return [name for name in names if name in known or name.startswith(self.prefixes)]
+
+    def _by_width(self, params: MappingABC[str, Any]) -> list[Entry]:
+        """Entries of wide dtypes first: in a file each tensor then starts at a multiple of its values' size."""
+        return sorted(self.entries, key=lambda entry: -np.dtype(params[entry.target].dtype).itemsize)
 
     def _lead(self, entry: Entry) -> tuple[int, ...]:
         layers = (self._layers(entry),) if entry.layered else ()
@@ -372,7 +400,7 @@ def detect(source: Source, mappings: MappingABC[str, Mapping]) -> Mapping:
 
 def top_level(names: Iterable[str]) -> dict[str, int]:
     """How many names there are under each first component, most first."""
-    return dict(Counter(name.split(".")[0] for name in names).most_common())
+    return dict(Counter(name.partition(".")[0] for name in names).most_common())
 
 
 def norm(target: str, source: str, size: int, *, bias: bool = True) -> tuple[Entry, ...]:

@@ -1,19 +1,21 @@
 """What a checkpoint holds, and whether a converted one still says the same."""
 
+import hashlib
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.convert import restore_host
+from checkpoints_convert.convert import checksums, stored_arrays
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.mapping import Mapping, top_level
-from checkpoints_convert.sources import NumpyArray, Source
+from checkpoints_convert.sources import Source
+from checkpoints_convert.values import bits, count_nonfinite, memory
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,20 @@ class Report:
         return not self.differing
 
 
-def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC[str, Any]) -> Report:
-    """Compares each tensor of the source with what the inverse mapping makes of the stored parameters.
+def verify(
+    source: Source,
+    mapping: Mapping,
+    checkpoint: str | Path | MappingABC[str, Any],
+    *,
+    progress: Callable[[int], None] = lambda size_bytes: None,
+) -> Report:
+    """Compares each tensor of the source with what the inverse mapping makes of the stored parameters, one at a time.
 
     Args:
         source: The original checkpoint.
         mapping: The tower's mapping, as `detect` gives it.
-        checkpoint: A folder that `save_checkpoint` wrote, or parameters by path.
+        checkpoint: A folder that `convert_checkpoint` or `save_checkpoint` wrote, or parameters by path.
+        progress: Called with the stored bytes of each tensor that has been compared.
 
     Returns:
         How many tensors are equal, and a line for each that differs.
@@ -54,7 +63,7 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
     Raises:
         CheckpointError: The source or the parameters do not fit the mapping.
     """
-    params = restore_host(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+    params = stored_arrays(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
     problems = mapping.check(source)
     if problems:
         raise CheckpointError(f"{source.name}: does not hold the {mapping.name} tower", problems)
@@ -65,7 +74,7 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
         original = source.read(name)
         nonfinite += count_nonfinite(original)
         expected = original.astype(stored.dtype)
-        unequal = int(np.count_nonzero(_bits(expected) != _bits(stored)))
+        unequal = int(np.count_nonzero(bits(expected) != bits(stored)))
         if unequal:
             how = "" if original.dtype == stored.dtype else f" rounded from {original.dtype} to {stored.dtype}"
             differing.append(f"{name}: {unequal} of {stored.size} values differ{how}")
@@ -75,7 +84,44 @@ def verify(source: Source, mapping: Mapping, checkpoint: str | Path | MappingABC
             widened += 1
         else:
             rounded += 1
+        progress(stored.nbytes)
     return Report(exact, widened, rounded, tuple(differing), nonfinite)
+
+
+def verify_checksums(
+    path: str | Path, progress: Callable[[int], None] = lambda size_bytes: None
+) -> tuple[list[str], list[str], list[str]]:
+    """Compares each stored parameter with the checksum that was kept when it was written.
+
+    Args:
+        path: A converted checkpoint.
+        progress: Called with the bytes of each piece that has been read.
+
+    Returns:
+        The parameters that are as they were; a line for each that is not; those that have no checksum (a checkpoint
+        that several processes wrote has none).
+
+    Raises:
+        CheckpointError: `path` is not a converted checkpoint.
+    """
+    kept, same, differing = checksums(path), [], []
+    arrays = stored_arrays(path)
+    for name, array in arrays.items():
+        if name not in kept:
+            continue
+        digest = hashlib.sha256()
+        try:
+            for piece in array.pieces():
+                digest.update(memory(piece))
+                progress(piece.nbytes)
+        except CheckpointError as error:
+            differing.append(f"{name}: {str(error).removeprefix(f'{path}: ')}")
+            continue
+        if digest.hexdigest() == kept[name]:
+            same.append(name)
+        else:
+            differing.append(f"{name}: its bytes are not those that were written")
+    return same, differing, [name for name in arrays if name not in kept]
 
 
 def inspect(source: Source, towers: MappingABC[str, Mapping]) -> dict[str, Any]:
@@ -131,22 +177,3 @@ def inspect(source: Source, towers: MappingABC[str, Mapping]) -> dict[str, Any]:
         "towers": found,
         "ignored": top_level(names - read),
     }
-
-
-def _bits(values: NumpyArray) -> NumpyArray:
-    return np.ascontiguousarray(values).reshape(-1).view(np.dtype(f"u{values.dtype.itemsize}"))
-
-
-def count_nonfinite(values: NumpyArray) -> int:
-    """How many values are NaN or infinite; for bfloat16 an eighth of the time of `isfinite` where there are none."""
-    if not values.size:
-        return 0
-    values = np.ascontiguousarray(values)
-    bits = 8 * values.dtype.itemsize
-    info = ml_dtypes.finfo(values.dtype)  # type: ignore[no-untyped-call]
-    exponent = ((1 << info.nexp) - 1) << info.nmant
-    # As integers they are the largest of their sign: positive ones of the signed values, negative ones of the unsigned.
-    largest, largest_unsigned = (int(values.view(f"{kind}{bits // 8}").max()) for kind in "iu")
-    if largest < exponent and largest_unsigned < (1 << (bits - 1)) + exponent:
-        return 0
-    return int(np.count_nonzero(~np.isfinite(values)))

@@ -55,9 +55,9 @@ def run_demo(model: str | None, *, say: Callable[[str], Any]) -> list[dict[str, 
         return [_show(src, tower, converted=Path(folder) / f"{tower}-converted", say=say) for src, tower in sources]
 
 
-def write_kimi(folder: Path, *, config: kimi_k25.Config = KIMI, seed: int = 0) -> Path:
-    """A seeded checkpoint of Kimi-K2.5's shape and key layout, with tensors of a language model around the tower."""
-    published = {
+def published_kimi(config: kimi_k25.Config) -> dict[str, Any]:
+    """What Kimi-K2.5's config.json says of a tower."""
+    return {
         "model_type": "kimi_k25",
         "vision_config": {
             "vt_num_hidden_layers": config.layers,
@@ -77,8 +77,12 @@ def write_kimi(folder: Path, *, config: kimi_k25.Config = KIMI, seed: int = 0) -
         },
         "text_config": {"hidden_size": config.out},
     }
+
+
+def write_kimi(folder: Path, *, config: kimi_k25.Config = KIMI, seed: int = 0) -> Path:
+    """A seeded checkpoint of Kimi-K2.5's shape and key layout, with tensors of a language model around the tower."""
     language = {f"language_model.model.layers.{i}.mlp.up_proj.weight": (1024, 512) for i in range(4)}
-    return write_checkpoint(folder, config, published, language=language, seed=seed)
+    return write_checkpoint(folder, config, published_kimi(config), language=language, seed=seed)
 
 
 def write_qwen(folder: Path, *, config: qwen3_omni_audio.Config = QWEN, seed: int = 1) -> Path:

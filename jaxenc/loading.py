@@ -303,7 +303,10 @@ def open_checkpoint(
     provenance = {
         "source": source.name,
         "revision": source.revision,
+        "files": source.sizes,
+        "mapping": mapping.name,
         "layout": mapping.layout,
+        "tensors": list(mapping.names),  # as they are spelt there: `export` spells them so again
         "versions": {name: version(name) for name in ("jaxenc", "jax", "orbax-checkpoint")},
         "config": source.config,
     }

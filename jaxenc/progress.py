@@ -2,8 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 
@@ -49,3 +49,32 @@ def with_progress(results: Generator[Any, None, None], *, what: str, total: int 
     # a stream may be left alone until the interpreter ends, and then rich is gone before it
     weakref.finalize(shown, bar.stop)
     return shown
+
+
+@contextmanager
+def bytes_progress(what: str, total_bytes: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+    """Gives what is to be called with the bytes of each step; they are counted on stderr where that is a terminal.
+
+    Args:
+        what: is done, such as "converting".
+        total_bytes: of all steps.
+        shown: nothing is shown if not.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (shown and (console.is_interactive or console.is_jupyter)):
+        yield lambda size_bytes: None
+        return
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        redirect_stdout=sys.stdout.isatty(),
+    ) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda size_bytes: bar.advance(task, size_bytes)

@@ -19,11 +19,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import checkpoints_convert
 import jaxenc
 from checkpoints_convert.cli import app as convert_app
+from checkpoints_convert.cli import parse_size
 from jaxenc import console
 from jaxenc.cli import app as jaxenc_app
 
@@ -435,14 +436,104 @@ def test_convert_writes_a_checkpoint_and_refuses_to_overwrite(command, as_json, 
         "dtype": "float32",
         "parameters": parameters,
         "size_bytes": 4 * parameters,
+        "nonfinite": 0,
+        "overflowed": 0,
+        "underflowed": 0,
     }
     assert_error(command(convert_app, "convert", kimi_folder, dst), str(dst), "exists already", "--overwrite")
     assert jaxenc.load(dst).dtype == np.float32
     code, out, err = command(convert_app, "convert", kimi_folder, dst, "--overwrite")
     assert code == 0
     assert "bfloat16" in out
-    assert "reading" in err
+    assert err == ""  # a bar on a terminal alone
     assert jaxenc.load(dst).dtype == ml_dtypes.bfloat16
+
+
+def test_a_dry_run_says_what_would_be_read_and_written_and_touches_nothing(
+    command, as_json, converted, kimi_folder, tmp_path
+):
+    dst = tmp_path / "kimi"
+    tower = as_json(convert_app, "inspect", kimi_folder)["towers"]["kimi_k25"]
+    data = as_json(convert_app, "convert", kimi_folder, dst, "--dtype", "float32", "--dry-run")
+    assert data == {
+        "source": str(kimi_folder),
+        "destination": str(dst),
+        "encoder": "kimi_k25",
+        "dry_run": True,
+        "dtype": "float32",
+        "tensors": 35,
+        "size_bytes": 4 * tower["parameters"],
+        "read_bytes_by_file": tower["size_bytes_by_file"],
+    }
+    code, out, err = command(convert_app, "convert", kimi_folder, dst, "--dry-run")
+    assert (code, err) == (0, "")
+    assert out.startswith("would read ")
+    assert f"of bfloat16 in {dst}" in out
+    data = as_json(convert_app, "export", converted, tmp_path / "out", "--dry-run", "--max-shard-size", "100kB")
+    assert data["tensors"] == 35
+    assert sum(data["written_bytes_by_file"].values()) == tower["size_bytes"]
+    assert list(data["written_bytes_by_file"]) == data["files"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_says_where_it_came_from_and_is_restored_without_that(as_json, kimi_folder, tmp_path):
+    published = shutil.copytree(kimi_folder, tmp_path / "published")
+    as_json(convert_app, "convert", published, tmp_path / "kimi", "--dtype", "float16")
+    expected = jaxenc.load(published, dtype="float32")
+    files = {file.name: file.stat().st_size for file in published.glob("*.safetensors")}
+    shutil.rmtree(published)
+    metadata = checkpoints_convert.read_metadata(tmp_path / "kimi")
+    provenance = metadata["provenance"]
+    assert (provenance["source"], provenance["mapping"], provenance["layout"]) == (
+        str(published),
+        "kimi_k25",
+        "original",
+    )
+    assert provenance["files"].items() <= files.items()
+    assert provenance["versions"].keys() == {"jaxenc", "jax", "orbax-checkpoint"}
+    assert metadata["config"]["model_type"] == "kimi_k25"
+    assert metadata["conversion"]["source_dtypes"].keys() == {"bfloat16"}
+    assert "nearest" in metadata["conversion"]["rounding"]
+    # encoders compute in float32 or bfloat16: float16 is widened, which rounds nothing
+    encoder = jaxenc.load(tmp_path / "kimi")
+    assert encoder.dtype == np.float32
+    for one, other in zip(jax.tree.leaves(encoder.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_array_equal(one, np.asarray(other).astype(np.float16).astype(np.float32))
+
+
+def test_a_converted_checkpoint_is_converted_again(as_json, converted, kimi_folder, tmp_path):
+    as_json(convert_app, "convert", converted, tmp_path / "wide", "--dtype", "float32")
+    assert as_json(convert_app, "verify", kimi_folder, tmp_path / "wide")["widened"] == 35
+    assert as_json(convert_app, "verify", tmp_path / "wide")["ok"]
+
+
+def test_convert_warns_of_values_that_are_not_finite(as_json, kimi_folder, tmp_path, caplog):
+    published = shutil.copytree(kimi_folder, tmp_path / "published")
+    for file in published.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "mm_projector.proj.2.bias" in tensors:
+            tensors["mm_projector.proj.2.bias"][:2] = np.nan
+            tensors["mm_projector.proj.2.bias"][2] = 1e30
+            save_file(tensors, file, metadata={"format": "pt"})
+    data = as_json(convert_app, "convert", published, tmp_path / "kimi", "--dtype", "float16")
+    assert (data["nonfinite"], data["overflowed"]) == (2, 1)
+    assert "warning: 2 values are NaN or infinite in the source; they are stored as they are" in caplog.messages
+    assert "warning: 1 value is too large for float16: infinite now" in caplog.messages
+
+
+def test_convert_takes_no_other_dtype(command, kimi_folder, tmp_path):
+    assert_usage(command(convert_app, "convert", kimi_folder, tmp_path / "kimi", "--dtype", "int8"), "float16")
+
+
+def test_convert_shows_bytes_and_rate_on_a_terminal(kimi_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console.Console.is_interactive", True, raising=False)
+    assert console.run(convert_app, ["convert", str(kimi_folder), str(tmp_path / "one")]) == 0
+    err = capsys.readouterr().err
+    assert "converting" in err
+    assert "B" in err
+    assert console.run(convert_app, ["convert", str(kimi_folder), str(tmp_path / "two"), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_convert_never_replaces_what_it_did_not_write(command, kimi_folder, tmp_path):
@@ -519,6 +610,20 @@ def test_verify_reports_a_tampered_checkpoint(command, kimi_folder, converted, t
     assert detail == "  vision_tower.encoder.blocks.1.mlp.fc0.bias: 1 of 96 values differ"
 
 
+def test_verify_alone_compares_with_the_checksums_that_were_kept(command, as_json, converted, tmp_path):
+    data = as_json(convert_app, "verify", converted)
+    assert (data["ok"], data["differing"], data["without_checksum"]) == (True, [], [])
+    damaged = shutil.copytree(converted, tmp_path / "damaged")
+    file = max((path for path in damaged.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, _, err = command(convert_app, "verify", damaged)
+    assert code == 1
+    assert f"{damaged}: is not known to be as it was written (1 problem):\n  " in err
+    assert "its bytes are not those that were written" in err
+
+
 def test_verify_wants_a_converted_checkpoint(command, kimi_folder):
     assert_error(command(convert_app, "verify", kimi_folder, kimi_folder), "not a converted checkpoint")
 
@@ -535,6 +640,8 @@ def test_export_gives_back_what_came_in_bit_for_bit(as_json, kimi_folder, conver
         "destination": str(out),
         "layout": "original",
         "files": ["model.safetensors"],
+        "exact": True,
+        "claim": "every tensor is the source's, bit for bit",
     }
     original, exported = tensors_of(kimi_folder), tensors_of(out)
     assert exported.keys() == {name for name in original if not name.startswith("language_model.")}
@@ -555,6 +662,33 @@ def test_what_was_exported_in_transformers_layout_is_the_same_encoder(command, a
         np.testing.assert_array_equal(one, other)
     assert_error(command(convert_app, "export", converted, out), "exists already")
     assert_usage(command(convert_app, "export", converted, out, "--layout", "flax"), "original, transformers")
+
+
+def test_export_says_what_it_cannot_claim(command, as_json, kimi_folder, tmp_path):
+    for dtype, says in (("float32", "but not its bits"), ("float16", "values are rounded to the nearest value")):
+        as_json(convert_app, "convert", kimi_folder, tmp_path / dtype, "--dtype", dtype)
+        data = as_json(convert_app, "export", tmp_path / dtype, tmp_path / f"{dtype} out")
+        assert data["exact"] is False
+        assert data["claim"].startswith(f"stored as {dtype}, came as bfloat16: ")
+        assert says in data["claim"]
+        index = json.loads((tmp_path / f"{dtype} out" / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["note"] == data["claim"]
+        assert {value.dtype.name for value in tensors_of(tmp_path / f"{dtype} out").values()} == {dtype}
+    encoder = jaxenc.load(kimi_folder)
+    encoder.save(tmp_path / "saved")
+    data = as_json(convert_app, "export", tmp_path / "saved", tmp_path / "saved out")
+    assert data["exact"] is None
+    assert as_json(convert_app, "verify", tmp_path / "saved")["ok"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 1536 * 1024), ("7", 7), ("3kb", 3000)])
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "5 apples", "1e9"])
+def test_what_is_no_size_is_wrong_usage(command, converted, tmp_path, text):
+    assert_usage(command(convert_app, "export", converted, tmp_path / "out", f"--max-shard-size={text}"), "5GB, 500MiB")
 
 
 def test_export_wants_a_converted_checkpoint(command, kimi_folder, tmp_path):

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from checkpoints_convert import (
     CheckpointError,
     Target,
+    convert_checkpoint,
     detect,
     export_checkpoint,
     export_parameters,
@@ -101,6 +102,46 @@ def test_restore_reports_every_difference_together(tmp_path, params):
         "final_norm/scale: shape [32], expected [31]",
         "position_embed: in the checkpoint, but not asked for",
     ]
+
+
+def test_twelve_layers_are_not_restored_into_sixteen(tmp_path):
+    kinds = {layers: mappings.kimi_k25.mappings(**{**tiny.KIMI, "layers": layers})["original"] for layers in (12, 16)}
+    save_checkpoint(tmp_path / "saved", {path: np.zeros(shape) for path, shape in kinds[12].shapes.items()})
+    with pytest.raises(CheckpointError) as error:
+        restore_checkpoint(
+            tmp_path / "saved", {path: Target(shape, "float64") for path, shape in kinds[16].shapes.items()}
+        )
+    assert str(error.value).startswith(f"{tmp_path / 'saved'}: differs from what is asked for (12 problems):\n")
+    assert "layers/mlp/up/kernel: shape [12, 48, 32], expected [16, 48, 32]" in error.value.problems
+
+
+def test_a_converted_checkpoint_is_restored_on_any_number_of_devices(tmp_path, source, monkeypatch):
+    monkeypatch.setattr("checkpoints_convert.stored.PIECE_BYTES", 4_000)  # chunks of one layer
+    convert_checkpoint(source, ORIGINAL, tmp_path / "converted")
+    expected = load_parameters(source, ORIGINAL, targets())
+    for devices in (1, 3, 6, 8):
+        wanted, sharding = targets(), NamedSharding(mesh(devices), PartitionSpec(None, "model"))
+        wanted["layers/mlp/up/kernel"] = Target((3, 48, 32), "bfloat16", sharding)
+        restored = restore_checkpoint(tmp_path / "converted", wanted)
+        assert restored["layers/mlp/up/kernel"].sharding == sharding
+        assert all(tiny.same_bits(restored[path], value) for path, value in expected.items())
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as checkpointer:  # and by anybody else's program
+        whole = checkpointer.restore((tmp_path / "converted" / "arrays").absolute())
+    assert all(tiny.same_bits(whole[path], value) for path, value in expected.items())
+
+
+def test_a_tower_of_several_dtypes_keeps_them(tmp_path):
+    tensors = tiny.kimi_original()
+    wide = {name for name in tensors if "norm" in name}
+    tensors = {name: value.astype(np.float32) if name in wide else value for name, value in tensors.items()}
+    source = open_source(tiny.write_folder(tmp_path / "torch", tensors))
+    convert_checkpoint(source, ORIGINAL, tmp_path / "saved")
+    assert verify(source, ORIGINAL, tmp_path / "saved").exact == len(tensors)
+    export_checkpoint(tmp_path / "saved", ORIGINAL, tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="np") as file:
+        assert all(tiny.same_bits(file.get_tensor(name), value) for name, value in tensors.items())
 
 
 def test_restore_casts_where_asked(tmp_path, params):

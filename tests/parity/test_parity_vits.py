@@ -589,7 +589,7 @@ def test_a_row_of_internvl_is_a_group_of_patches_in_raster_order(
 
 def test_rows_of_internvl_are_the_patches_without_the_class_token(subjects: Callable[[str], Subject]) -> None:
     internvl = subjects("internvl")
-    assert [rows.shape for rows in internvl.rows] == [(12, tiny.TEXT), (4, tiny.TEXT), (8, tiny.TEXT)]
+    assert [rows.shape for rows in internvl.rows] == [(12, SIZES.text), (4, SIZES.text), (8, SIZES.text)]
 
     def first_kept(model: nn.Module) -> None:
         model.vision_tower.register_forward_hook(
