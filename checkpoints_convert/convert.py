@@ -209,6 +209,8 @@ def convert_checkpoint(
     _begin(path, overwrite=overwrite)
     arrays = incoming(source, mapping, dtype)
     need_space(path, sum(array.nbytes for array in arrays.values()))
+    if isinstance(source, Source) and mapping is not None:
+        source.prefetch(mapping.names)
     sums: dict[str, dict[str, Any]] = {name: {} for name in arrays}
     found: Counter[str] = Counter()
     dtypes: Counter[str] = Counter()

@@ -384,7 +384,7 @@ def test_clips_rows_are_all_tokens_of_the_last_block_not_normalised(subjects: Ca
 def test_llavas_rows_are_the_patches_of_the_block_before_the_last(subjects: Callable[[str], Subject]) -> None:
     llava = subjects("llava")
     assert llava.encoder.config.transformer.layers == SIZES.layers - 1
-    assert [rows.shape for rows in llava.rows] == [(16, tiny.TEXT)] * 3
+    assert [rows.shape for rows in llava.rows] == [(16, SIZES.text)] * 3
     for layer in (-1, -3):
         llava.avoids(lambda model, layer=layer: setattr(model.config, "vision_feature_layer", layer))
     full = llava.original.run(
