@@ -34,6 +34,8 @@ lint: $(VENV)/.media,lint
 
 bench: $(VENV)/.media,test,parity
 	$(BIN)/python -m benchmarks.parity
+	$(BIN)/python -m benchmarks.meshes
+	$(BIN)/python -m benchmarks.readme
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.encode
