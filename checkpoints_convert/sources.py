@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -166,14 +166,14 @@ class Source:
         Raises:
             CheckpointError: Both are missing, or what is there is not a JSON object.
         """
+        file = CONFIG_FILE
         try:
-            return _read_json(self.name, CONFIG_FILE, self._locate)
-        except CheckpointError as error:
-            try:
-                path = self._locate(PARAMS_FILE)
-            except CheckpointError:
-                raise error from None
-            return _read_json(self.name, path.name, lambda _: path)
+            self._locate(CONFIG_FILE)
+        except CheckpointError:
+            with suppress(CheckpointError):
+                self._locate(PARAMS_FILE)
+                file = PARAMS_FILE
+        return _read_json(self.name, file, self._locate)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -342,7 +342,7 @@ def _open_folder(name: str, folder: Path) -> Source:
             return _local(name, folder, _read_index(name, index, folder.joinpath))
         if (folder / single).is_file():
             return _from_headers(source, [single])
-        # The other copies are looked for where no file has a name that safetensors come with.
+        # Weights of no index that are called something else come before the copies further down.
         if index == INDEX_FILE and (files := _further(folder)):
             return _from_headers(source, files)
     hint = ""
@@ -355,7 +355,7 @@ def _open_folder(name: str, folder: Path) -> Source:
 
 
 def _further(folder: Path) -> list[str]:
-    """Safetensors of no index, some with names of their own."""
+    """Safetensors files that are not Mistral's copy."""
     return sorted(path.name for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("consolidated"))
 
 

@@ -27,6 +27,7 @@ class EncoderConfig(ABC):
         embed: width of a token.
         heads: attention heads.
         mlp: width of the blocks' MLP.
+        merge: patches a side that become one row, where there are patches that do.
         family: its name.
         modality: "vision" or "audio".
         kinds: arguments of `Encoder.encode` that it takes.
@@ -39,6 +40,7 @@ class EncoderConfig(ABC):
     embed: int
     heads: int
     mlp: int
+    merge: int = 1
 
     family: ClassVar[str]
     modality: ClassVar[str]
@@ -88,8 +90,8 @@ class EncoderConfig(ABC):
 
     @property
     def group(self) -> int:
-        """Tokens that become one output row."""
-        return 1
+        """Tokens that become one output row: those of merge x merge patches."""
+        return self.merge**2
 
     @property
     def window(self) -> int | None:

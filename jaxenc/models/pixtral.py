@@ -30,20 +30,13 @@ from jaxenc.layers.schedule import Schedule, schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
 from jaxenc.models.base import EncoderConfig, EncoderModule
 from jaxenc.models.clip import MEAN, STD
-from jaxenc.models.published import Keys, activation_of, read_sizes, require, require_rotary, with_defaults
+from jaxenc.models.published import activation_of, read_sizes, require, require_rotary, with_defaults
+from jaxenc.models.vit import KEYS
 from jaxenc.packing import Batch, Budget, Placed, Slots
 from jaxenc.preprocess.images import fit_patches, load_image, picture_item
 from sharding_rules import GroupWork, Workload
 
 EPS = 1e-5  # of every norm of the tower, whatever a config.json says
-KEYS: Mapping[str, Keys] = {
-    "layers": ("num_hidden_layers",),
-    "embed": ("hidden_size",),
-    "heads": ("num_attention_heads",),
-    "mlp": ("intermediate_size",),
-    "patch": ("patch_size",),
-    "image": ("image_size",),
-}
 
 # of `PixtralVisionConfig`, `LlavaConfig`, `Mistral3Config` and `MistralConfig`: published files leave out what they do
 # not change. The trap: Mistral's own activation is silu, but what a config.json that names none means is this one
@@ -129,11 +122,6 @@ class Config(EncoderConfig):
             ConfigError: heads are of no width that rotary pairs need.
         """
         require_rotary(self.family, embed=self.embed, heads=self.heads)
-
-    @property
-    def group(self) -> int:
-        """Tokens that become one output row: those of merge x merge patches."""
-        return self.merge**2
 
     @property
     def side(self) -> int:

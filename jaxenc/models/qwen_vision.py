@@ -143,11 +143,6 @@ class QwenConfig(EncoderConfig):
         return axes
 
     @property
-    def group(self) -> int:
-        """Tokens that become one output row: those of merge x merge patches."""
-        return self.merge**2
-
-    @property
     def typical_tokens(self) -> int:
         """Tokens of a picture of 448 x 448 pixels."""
         return (448 // self.patch) ** 2

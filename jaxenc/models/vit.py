@@ -144,11 +144,6 @@ class Vit(EncoderConfig):
         return self.positions if self.resized == "no" and self.merge == 1 else None
 
     @property
-    def group(self) -> int:
-        """Tokens that become one output row: those of merge x merge patches."""
-        return self.merge**2
-
-    @property
     def typical_tokens(self) -> int:
         """Tokens of a picture as the published processor makes it."""
         return self.window or self.usual_tokens
