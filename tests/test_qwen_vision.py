@@ -296,3 +296,15 @@ def test_a_video_is_what_its_pairs_of_frames_are(alone, pictures, family):
     clip = pictures[1]
     pairs = [jaxenc.VisionItem(patches, (1, *clip.grid[1:])) for patches in np.split(clip.patches, clip.grid[0])]
     equality.assert_same(np.concatenate(encoder.encode_items(pairs)), encoder.encode_items([clip])[0], clip.name)
+
+
+def test_a_large_batch_is_the_same_on_eight_devices():
+    # Eigen's products, which are taken on one CPU device, spoil a block of the merger's rows here
+    config = replace(qwen2_vl.Config(), layers=1, embed=192, heads=16, mlp=384, patch=4, out=40)
+    item = jaxenc.VisionItem(image_patches((2, 56, 70), patch=4, frames=2), (2, 56, 70))
+    meshes = (jaxenc.make_mesh(data=1, model=devices) for devices in (1, 8))
+    one, eight = (
+        jaxenc.from_config(config, mesh=mesh, dtype="float32", budgets=[Budget(16384, 1)]).encode_items([item])[0]
+        for mesh in meshes
+    )
+    assert np.abs(eight - one).max() < 1e-5 * np.abs(one).max()

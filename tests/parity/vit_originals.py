@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -204,8 +205,8 @@ KINDS = {
         rows=lambda model, patches: (
             model(
                 patches.flatten(1, 2),
-                torch.ones(1, patches.shape[1] * patches.shape[2]),
-                torch.tensor([patches.shape[1:3]]),
+                torch.ones(len(patches), patches.shape[1] * patches.shape[2]),
+                torch.tensor([patches.shape[1:3]] * len(patches)),
             ).last_hidden_state
         ),
         patches=True,
@@ -275,18 +276,21 @@ class Original:
         return self.checkpoint.tensors[self.kind.layout]
 
     def run(self, items: Sequence[Item], *, dtype: Dtype = "float64", alter: Alter | None = None) -> Encoded:
-        """Encode pictures one by one; `alter` makes a mistake in the model, in float64 only."""
+        """Encode pictures, those of one size that follow each other together; `alter` makes a mistake, in float64."""
         model = copy.deepcopy(self.model(dtype)) if alter is not None else self.model(dtype)
         if alter is not None:
             alter(model)
         rows, hidden = [], []
         encoder = encoder_of(self.kind.tower(model))
         blocks = encoder.layer if hasattr(encoder, "layer") else encoder.layers
-        for patches, grid in items:
+        for _, group in groupby(items, key=lambda item: item[1]):
+            pixels = [self.given(*item).to(getattr(torch, dtype)) for item in group]
             with torch.no_grad(), _recorded(blocks) as states:
-                encoded = self.kind.rows(model, self.given(patches, grid).to(getattr(torch, dtype)))
-            rows.append(torch.cat(tuple(encoded)).double().numpy())
-            hidden.append(np.stack([state.flatten(0, 1).double().numpy() for state in states]))
+                encoded = torch.cat(tuple(self.kind.rows(model, torch.cat(pixels))))
+            rows += [part.double().numpy() for part in encoded.chunk(len(pixels))]
+            # Pixtral's pictures are one sequence, the others' a batch
+            for parts in zip(*(state.flatten(0, 1).chunk(len(pixels)) for state in states), strict=True):
+                hidden.append(np.stack([part.double().numpy() for part in parts]))
         return Encoded(rows, hidden)
 
     def gradients(self, items: Sequence[Item], weights: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
