@@ -1,1 +1,1 @@
-"""Measurements against the PyTorch originals: `python -m benchmarks.parity`, `.loading`, `.encode`."""
+"""Measurements against the PyTorch originals: `python -m benchmarks.parity`, `.loading`, `.speed`."""

@@ -117,7 +117,7 @@ def write(folder: Path, *, small: bool) -> dict[str, Any]:
 
     checkpoint = SUBJECTS[ENCODER].checkpoint(small=small)
     checkpoint.write(folder / "jaxenc", dtype=DTYPE)
-    originals.write(ENCODER, checkpoint, folder / "transformers", dtype=DTYPE)
+    originals.write(checkpoint, folder / "transformers", dtype=DTYPE)
     return {}
 
 
@@ -160,7 +160,7 @@ def measure_transformers(folder: Path, *, devices: int) -> Row:
     from benchmarks import originals
 
     imported, import_bytes = time.perf_counter(), resident_bytes()
-    model = originals.load(ENCODER, folder / "transformers", dtype=DTYPE)
+    model = originals.load(folder / "transformers", dtype=DTYPE)
     loaded = time.perf_counter()
     read_pages(parameter.detach().view(torch.uint8).numpy() for parameter in model.parameters())
     read = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxenc import AudioItem, VisionItem
 from jaxenc.items import Item
-from jaxenc.models import named_config
+from jaxenc.models import named_config, published_configs
 from jaxenc.models.base import EncoderConfig
 from jaxenc.preprocess.audio import load_audio
 from jaxenc.preprocess.images import load_image
@@ -65,6 +66,12 @@ class Subject:
     def checkpoint(self, *, small: bool) -> Checkpoint:
         """Its checkpoint, or one of few layers and channels; values are exact in bfloat16."""
         return self.make(self.small if small else self.sizes(self.config))
+
+    def sized(self, folder: Path) -> EncoderConfig:
+        """Of a checkpoint of it that was written there: the published size, or a small one."""
+        with open(folder / "config.json") as file:
+            towers = published_configs(json.load(file), name=self.name)
+        return next(tower for tower in towers if tower.family == self.config.family)
 
     def items(self, config: EncoderConfig) -> list[Item]:
         """What the parity run encodes, for an encoder of some size: real pictures and sounds, of odd sizes too."""

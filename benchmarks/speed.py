@@ -1,0 +1,179 @@
+"""Seconds that encoding takes beside the PyTorch originals, on the same machine, threads and inputs.
+
+    python -m benchmarks.speed                                    # every encoder, case and dtype
+    python -m benchmarks.speed --encoder kimi_k25 --dtype bfloat16
+    python -m benchmarks.speed --jax-python python3.12            # ours with that interpreter's JAX; may be repeated
+
+Every engine is a process that stays, and they take turns: ours, the original as it is, the original compiled. Each case
+runs once unmeasured (compiling), then `--rounds` times.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import sources
+from benchmarks.machine import load_average
+from benchmarks.process import Worker
+from benchmarks.results import RESULTS, Row, Table, keep
+from benchmarks.subjects import DTYPES, SUBJECTS, Subject, add_arguments
+
+# its language model computes what it returns, so its tower cannot be timed alone
+SUBJECTS_TIMED = tuple(name for name in SUBJECTS if name != "qwen2_audio")
+ORIGINALS = ("torch", "torch.compile")
+
+TABLE = Table(
+    name="speed",
+    title="Encoding beside the PyTorch originals",
+    text=(
+        "Seconds from items to rows on the host, at the published sizes, with seeded random weights: medians over turns "
+        "that engines take, each in a process of its own with as many threads as there are cores. `ratio` is our "
+        "time over that of PyTorch's better one, its original as it is (scaled_dot_product_attention) or with every "
+        "block compiled: below 1 is in our favour. `peak share` is the FLOPs that the items take, padding not among "
+        "them, over our time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype. "
+        "`compile s` is what our first call took longer than the others, `cached s` the same where XLA's persistent "
+        "cache has the programs. `host` is what reading, packing, laying out and unpacking "
+        "take by themselves, of our time."
+    ),
+    columns={
+        "encoder": lambda row: row["encoder"],
+        "case": lambda row: row["case"],
+        "dtype": lambda row: row["dtype"],
+        "jax": lambda row: row["versions"]["jax"],
+        "tokens": lambda row: f"{row['tokens']:,}",
+        "ours s": lambda row: f"{row['ours_s']:.3g}",
+        "torch s": lambda row: _seconds(row, "torch"),
+        "compiled s": lambda row: _seconds(row, "torch.compile"),
+        "ratio": lambda row: f"{row['ratio_to_torch']:.2f}",
+        "peak share": lambda row: f"{row['peak_share']:.0%}",
+        "compile s": lambda row: f"{row['compile_s']:.1f}",
+        "cached s": lambda row: f"{row['cached_s']:.1f}",
+        "host": lambda row: f"{row['host_share']:.1%}",
+        "peak MB": lambda row: f"{row['peak_mb']:,.0f}",
+        "torch's MB": lambda row: f"{row['torch_peak_mb']:,.0f}",
+        "load average": lambda row: f"{row['load_average']:.1f}",
+    },
+    key=lambda row: (row["encoder"], row["dtype"], row["versions"]["jax"], row["case"]),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__.splitlines()[0])
+    add_arguments(parser, encoders=SUBJECTS_TIMED)
+    parser.add_argument("--dtype", choices=DTYPES, help="one alone")
+    parser.add_argument("--case", action="append", help="some alone")
+    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each engine")
+    parser.add_argument("--jax-python", action="append", help="interpreters to run ours with; this one if not given")
+    parser.add_argument("--originals", nargs="+", choices=ORIGINALS, default=ORIGINALS, help="PyTorch's, some alone")
+    args = parser.parse_args(argv)
+    folder = args.results or (None if args.small else RESULTS)
+    for name in args.encoder or SUBJECTS_TIMED:
+        for dtype in (args.dtype,) if args.dtype else DTYPES:
+            keep(TABLE, measure(SUBJECTS[name], dtype, args), folder=folder, note=args.note)
+
+
+def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]:
+    """A row for each case and each JAX."""
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        folder = subject.checkpoint(small=args.small).write(Path(place) / "published", dtype="bfloat16")
+        options = ("--encoder", subject.name, "--dtype", dtype, "--folder", str(folder))
+        options += ("--small",) if args.small else ()
+
+        def start(engine: str, python: str) -> Worker:
+            environment = {
+                "JAX_COMPILATION_CACHE_DIR": f"{place}/cache",
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
+            worker = Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
+            return stack.enter_context(worker)
+
+        pythons = args.jax_python or [sys.executable]
+        engines = [(engine, sys.executable) for engine in args.originals]
+        engines += [("jaxenc", python) for python in pythons]
+        workers = {engine: start(*engine) for engine in engines}
+        peak = max(worker.ask("peak")["flops_per_s"] for worker in workers.values())
+        found = {}
+        for case in sources(subject.sized(folder)):
+            if args.case and case not in args.case:
+                continue
+            taken: dict[tuple[str, str], list[Row]] = {engine: [] for engine in engines}
+            for _ in range(args.rounds + 1):
+                for engine, worker in workers.items():
+                    taken[engine].append(worker.ask(case) | {"load_average": load_average()})
+            found[case] = taken
+            print(f"{subject.name} {dtype}: {case} done", file=sys.stderr, flush=True)
+        host = {(python, case): workers["jaxenc", python].ask(f"host {case}") for python in pythons for case in found}
+        again = {python: start("jaxenc", python) for python in pythons}
+        return [
+            _row(
+                subject,
+                case,
+                dtype,
+                taken,
+                python,
+                peak=peak,
+                cached=again[python].ask(case),
+                host=host[python, case],
+            )
+            for case, taken in found.items()
+            for python in pythons
+        ]
+
+
+def _row(
+    subject: Subject,
+    case: str,
+    dtype: str,
+    taken: Mapping[tuple[str, str], Sequence[Row]],
+    python: str,
+    *,
+    peak: float,
+    cached: Row,
+    host: Row,
+) -> Row:
+    first, *ours = taken["jaxenc", python]
+    torch = {engine: runs[1:] for (engine, _), runs in taken.items() if engine != "jaxenc"}
+    medians = {engine: statistics.median(run["seconds"] for run in runs) for engine, runs in torch.items()}
+    best = min(medians, key=lambda engine: medians[engine])
+    ours_s = statistics.median(run["seconds"] for run in ours)
+    # different work would be no comparison: both make as many rows, of nearly the same sum
+    assert {run["rows"] for run in ours} == {run["rows"] for run in torch[best]}, (case, ours[0], torch[best][0])
+    assert abs(ours[0]["checksum"] / torch[best][0]["checksum"] - 1) < 0.02, (case, ours[0], torch[best][0])
+    return {
+        "encoder": subject.name,
+        "case": case,
+        "dtype": dtype,
+        "tokens": first["tokens"],
+        "rows": first["rows"],
+        "ours_s": ours_s,
+        "torch_s": medians[best],
+        "ratio_to_torch": ours_s / medians[best],
+        "originals_s": medians,
+        "all_s": {
+            "jaxenc": [run["seconds"] for run in ours],
+            **{engine: [run["seconds"] for run in runs] for engine, runs in torch.items()},
+        },
+        "peak_flops_per_s": peak,
+        "peak_share": first["flops"] / ours_s / peak,
+        "compile_s": max(0.0, first["seconds"] - ours_s),
+        "cached_s": max(0.0, cached["seconds"] - ours_s),
+        "host_share": host["seconds"] / ours_s,
+        "peak_mb": max(run["peak_mb"] for run in ours),
+        "torch_peak_mb": max(run["peak_mb"] for run in torch[best]),
+        "load_average": statistics.median(run["load_average"] for runs in taken.values() for run in runs[1:]),
+        "versions": torch[best][0]["versions"] | first["versions"],
+    }
+
+
+def _seconds(row: Row, engine: str) -> str:
+    seconds: Any = row["originals_s"].get(engine)
+    return "-" if seconds is None else f"{seconds:.3g}"
+
+
+if __name__ == "__main__":
+    main()
