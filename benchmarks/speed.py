@@ -31,14 +31,13 @@ TABLE = Table(
     name="speed",
     title="Encoding beside the PyTorch originals",
     text=(
-        "Seconds from items to rows on the host, at the published sizes, with seeded random weights: medians over turns "
-        "that engines take, each in a process of its own with as many threads as there are cores. `ratio` is our "
-        "time over that of PyTorch's better one, its original as it is (scaled_dot_product_attention) or with every "
-        "block compiled: below 1 is in our favour. `peak share` is the FLOPs that the items take, padding not among "
-        "them, over our time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype. "
-        "`compile s` is what our first call took longer than the others, `cached s` the same where XLA's persistent "
-        "cache has the programs. `host` is what reading, packing, laying out and unpacking "
-        "take by themselves, of our time."
+        "Seconds from items to rows on the host, at the published sizes, with seeded random weights: medians over "
+        "turns. Every engine is a process with as many threads as there are cores. `ratio` is our time over that of "
+        "PyTorch's better one, its original as it is (scaled_dot_product_attention) or with every block compiled: "
+        "below 1 is in our favour. `peak share` is the FLOPs that the items take, padding not among them, over our "
+        "time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype. `compile s` is "
+        "what our first call took longer than the others, `cached s` the same where XLA's persistent cache has the "
+        "programs. `host` is what reading, packing, laying out and unpacking take by themselves, of our time."
     ),
     columns={
         "encoder": lambda row: row["encoder"],
