@@ -22,6 +22,7 @@ from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.ladder import full_work, ladder_of
+from jaxenc.layers.implementations import IMPLEMENTATIONS, AttentionName
 from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import abstract_module
 from jaxenc.models.base import EncoderConfig
@@ -61,6 +62,7 @@ class Encoder:
         plan: where every axis went, and why.
         params: nested dict of arrays.
         dtype: of parameters and products.
+        attention: the implementation that is tried first, where one was asked for.
         compiled: budget -> its program, so far as there was need of it.
     """
 
@@ -72,6 +74,7 @@ class Encoder:
         *,
         dtype: DTypeLike,
         precision: str = "ieee",
+        attention: AttentionName | None = None,
         budgets: Sequence[Budget] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ):
@@ -83,16 +86,20 @@ class Encoder:
             params: already where the plan wants them.
             dtype: of parameters and products.
             precision: of float32 products, "ieee" or "tf32".
+            attention: the implementation to try first.
             budgets: shapes that batches can have; the encoder's own ladder where not given.
             provenance: where the parameters came from; kept in saved checkpoints.
         """
         if precision not in PRECISIONS:
             raise ValueError(f"precision is {precision!r}; it can be {' or '.join(map(repr, PRECISIONS))}")
+        if attention not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"attention is {attention!r}; it can be {', '.join(map(repr, IMPLEMENTATIONS))}, or None")
         self.config = config
         self.plan = plan
         self.params = params
         self.dtype = jnp.dtype(dtype)
         self.precision = precision
+        self.attention = attention
         self.provenance = dict(provenance or {})
         self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self._ladder = ladder_of(config, plan, budgets)
@@ -353,7 +360,7 @@ class Encoder:
         """
         planned = self._program(budget).memory_analysis()
         if planned is None:
-            raise NotImplementedError(f"{self._mesh.devices.flat[0].platform}: the compiler does not say")
+            raise NotImplementedError(f"{self.plan.platform}: the compiler does not say")
         sizes = (planned.argument_size_in_bytes, planned.temp_size_in_bytes, planned.output_size_in_bytes)
         return sum(sizes) - planned.alias_size_in_bytes
 
@@ -386,6 +393,7 @@ class Encoder:
             unflatten_dict(placed, sep="/"),
             dtype=self.dtype,
             precision=self.precision,
+            attention=self.attention,
             provenance={**self.provenance, "changed": True},
         )
         other.compiled, other._ladder = self.compiled, self._ladder
@@ -520,7 +528,7 @@ class Encoder:
         # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it
         # they come from Eigen, are as good as PyTorch's, and take 5 % longer. Not on several (virtual) devices: their
         # programs share one pool of threads, where Eigen can pack the next block over one that is still to be used
-        one_cpu = self._mesh.devices.size == 1 and self._mesh.devices.flat[0].platform == "cpu"
+        one_cpu = self._mesh.size == 1 and self.plan.platform == "cpu"
         return {"xla_cpu_experimental_ynn_fusion_type": ""} if one_cpu and self.dtype == jnp.float32 else {}
 
     def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
@@ -530,7 +538,7 @@ class Encoder:
         # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
         precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
-            return module(inputs, shard=Shard(self.plan), capture=capture)
+            return module(inputs, shard=Shard(self.plan, self.attention), capture=capture)
 
     def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
         layers = self.config.transformer.layers

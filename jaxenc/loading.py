@@ -20,6 +20,7 @@ from checkpoints_convert import CheckpointError, Source, Target
 from checkpoints_convert import Mapping as KeyMapping
 from jaxenc.encoder import Encoder
 from jaxenc.errors import ConfigError
+from jaxenc.layers.implementations import AttentionName
 from jaxenc.layers.parameters import declared
 from jaxenc.models import (
     abstract_module,
@@ -45,6 +46,7 @@ def load(
     memory_limit: int | None = None,
     device: str | DeviceProfile | None = None,
     precision: str = "ieee",
+    attention: AttentionName | None = None,
     budgets: Sequence[Budget] | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -64,6 +66,9 @@ def load(
         memory_limit: bytes of parameters a device may hold; what fits is then free, and the fastest layout is taken.
         device: whose speed is predicted: "h100", "tpu_v5e", ... or a `DeviceProfile`; as the mesh's where not given.
         precision: of float32 products: "ieee", or "tf32" where the hardware has it.
+        attention: the implementation to try first: "dense", "blocks", "cudnn" (NVIDIA, bfloat16) or "tokamax" (where
+            it is installed); as platform, dtype and sizes suggest where not given. What it refuses is logged, with the
+            reason, and another is taken.
         budgets: shapes that batches can have.
         revision: of a hub repository.
         token: for the hub.
@@ -99,6 +104,7 @@ def load(
         unflatten_dict(stored.load(targets), sep="/"),
         dtype=dtype,
         precision=precision,
+        attention=attention,
         budgets=budgets,
         provenance=stored.provenance,
     )
@@ -117,6 +123,7 @@ def from_config(
     memory_limit: int | None = None,
     device: str | DeviceProfile | None = None,
     precision: str = "ieee",
+    attention: AttentionName | None = None,
     budgets: Sequence[Budget] | None = None,
 ) -> Encoder:
     """An encoder with random weights, the same on every mesh.
@@ -134,6 +141,7 @@ def from_config(
         memory_limit: see `load`.
         device: see `load`.
         precision: see `load`.
+        attention: see `load`.
         budgets: see `load`.
 
     Returns:
@@ -162,7 +170,15 @@ def from_config(
     for path, parameter in declared(abstract_module(sizes, dtype=dtype)).items():
         values = plan.pad(path, parameter.draw(path, seed=seed))
         params[path] = jax.make_array_from_callback(values.shape, plan.sharding(path), values.__getitem__)
-    return Encoder(sizes, plan, unflatten_dict(params, sep="/"), dtype=dtype, precision=precision, budgets=budgets)
+    return Encoder(
+        sizes,
+        plan,
+        unflatten_dict(params, sep="/"),
+        dtype=dtype,
+        precision=precision,
+        attention=attention,
+        budgets=budgets,
+    )
 
 
 def plan(

@@ -138,6 +138,11 @@ class Plan:
         return self.parts(BATCH)
 
     @property
+    def platform(self) -> str | None:
+        """Of the devices: "cpu", "gpu" or "tpu"; None where the plan was made without any."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else None
+
+    @property
     def flops_per_device(self) -> float:
         """FLOPs of the busiest device, at exact token counts."""
         return self.cost.flops_per_device

@@ -1,50 +1,21 @@
 """Attention among the tokens of one segment."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from jaxenc.layers.blocks import block_attention
+from jaxenc.layers.implementations import IMPLEMENTATIONS, Task, choose, dense_attention
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.norms import RMSNorm
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import Pairs, rotate
 from jaxenc.layers.schedule import AXES, Schedule, Switch
-
-
-def segment_attention(
-    query: Float[Array, "b n heads head_dim"],
-    key: Float[Array, "b s heads head_dim"],
-    value: Float[Array, "b s heads head_dim"],
-    query_segments: Int[Array, "b n"],
-    key_segments: Int[Array, "b s"],
-) -> Float[Array, "b n heads head_dim"]:
-    """softmax(q k^T / sqrt(head_dim)) v over the keys that share the query's segment (Vaswani et al., 2017).
-
-    Scores and softmax are float32, and all scores are made at once: this is for windows. Padding is a segment of its
-    own, and a query's own token is among the keys, so every query has something to attend to.
-
-    Args:
-        query: of the compute dtype.
-        key: the same.
-        value: the same.
-        query_segments: a number for each query; it attends where the key's is equal.
-        key_segments: a number for each key.
-
-    Returns:
-        One vector a query, in the compute dtype.
-    """
-    # batch-major: one [n, k] x [k, n] product a head is twice as fast on CPU as the transposed einsum
-    q, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    scores = jnp.einsum("bhqk,bhsk->bhqs", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    same = query_segments[:, None, :, None] == key_segments[:, None, None, :]
-    weights = jax.nn.softmax(jnp.where(same, scores, -jnp.inf), axis=-1).astype(value.dtype)
-    y = jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(y.astype(value.dtype), 1, 2)
 
 
 class Attention(nnx.Module):
@@ -135,7 +106,18 @@ Heads = Float[Array, "b n heads head_dim"]
 
 
 def _attend(query: Heads, key: Heads, value: Heads, *, schedule: Schedule, shard: Shard) -> Heads:
-    return (_attend_in_windows if schedule.starts is None else _attend_in_blocks)(query, key, value, schedule, shard)
+    task = Task(
+        shard.plan.platform,
+        query.dtype,
+        query.shape[-1],
+        schedule.window or _whole(schedule),
+        windows=schedule.window is not None,
+        spread=schedule.spread is not None,
+    )
+    name = choose(task, shard.attention)
+    if name == "blocks" and schedule.starts is not None:
+        return _attend_in_blocks(query, key, value, schedule, shard)
+    return _attend_in_stretches(query, key, value, schedule, shard, IMPLEMENTATIONS[name].attend)
 
 
 def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
@@ -159,21 +141,27 @@ def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule
     return shard.per_device(attend, *arrays, axes=axes, out=heads)
 
 
-def _attend_in_windows(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
+def _attend_in_stretches(
+    query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard, kernel: Callable[..., Array]
+) -> Heads:
     """Every stretch by itself, in a row or, where it is spread, with a share of its queries in each row."""
     whole, spread, segments = _whole(schedule), schedule.spread, schedule.segments
+    heads = ("batch", "length", "heads", "head_dim")
+
+    def attend(*parts: Array) -> Array:
+        q, k, v, own = (part.reshape(-1, schedule.window or whole, *part.shape[2:]) for part in parts)
+        return kernel(q, k, v, own, own).reshape(parts[0].shape)
+
     y = []
     if whole:
-        fold = (-1, schedule.window or whole)
-        parts = (part[:, :whole] for part in (query, key, value, segments))
-        q, k, v, own = (part.reshape(*fold, *part.shape[2:]) for part in parts)
-        y.append(segment_attention(q, k, v, own, own).reshape(query[:, :whole].shape))
+        parts = [part[:, :whole] for part in (query, key, value, segments)]
+        y.append(shard.per_device(attend, *parts, axes=(heads, heads, heads, AXES["segments"]), out=heads))
     if spread is not None:
         rows, folds = len(query), len(spread)
         keys, values = _gathered(key[:, whole:], value[:, whole:], folds, shard)
         q, own = (part[:, whole:].reshape(rows, folds, -1, *part.shape[2:]) for part in (query, segments))
-        attend = jax.vmap(lambda q, own: segment_attention(q, keys, values, own, spread))
-        y.append(attend(q, own).reshape(query[:, whole:].shape))
+        over_rows = jax.vmap(lambda q, own: dense_attention(q, keys, values, own, spread))
+        y.append(over_rows(q, own).reshape(query[:, whole:].shape))
     return jnp.concatenate(y, axis=1)
 
 

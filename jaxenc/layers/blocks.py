@@ -37,6 +37,12 @@ def block_pairs(
     return starts, blocks
 
 
+def all_pairs(queries: int, keys: int) -> tuple[Int[np.ndarray, " blocks+1"], Int[np.ndarray, " pairs"]]:
+    """The schedule of so many queries and keys in which every block of queries meets every block of keys."""
+    own, others = _cut(queries)[0], _cut(keys)[0]
+    return others * np.arange(own + 1, dtype=np.int32), np.tile(np.arange(others, dtype=np.int32), own)
+
+
 def block_attention(
     query: Float[Array, "n heads head_dim"],
     key: Float[Array, "s heads head_dim"],

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 
+from jaxenc.layers.implementations import AttentionName
 from sharding_rules import Plan
 
 Initial = Literal["normal", "zeros", "ones"]
@@ -19,9 +20,15 @@ Initial = Literal["normal", "zeros", "ones"]
 
 @dataclass(frozen=True)
 class Shard:
-    """What layers say of devices: by the logical names of axes, and the plan knows the rest."""
+    """What layers say of devices: by the logical names of axes, and the plan knows the rest.
+
+    Attributes:
+        plan: where every axis goes.
+        attention: the implementation of attention to try first; see `jaxenc.layers.implementations`.
+    """
 
     plan: Plan
+    attention: AttentionName | None = None
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """The same values, divided as the plan says; one name an axis, None for one that is never divided."""

@@ -1,0 +1,202 @@
+"""The code that computes attention: implementations say what they refuse, and the next one is tried.
+
+    dense     all scores at once, by XLA: short stretches
+    blocks    block by block with a running softmax, by XLA: everything else, anywhere
+    cudnn     NVIDIA's fused attention, through `jax.nn.dot_product_attention`
+    tokamax   the kernels of the `tokamax` package (an extra), where it is installed
+
+A stretch is what attends by itself: a window, or a row of several items.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxenc.layers.blocks import BLOCK, all_pairs, block_attention
+
+logger = logging.getLogger(__name__)
+
+AttentionName = Literal["dense", "blocks", "cudnn", "tokamax"]
+SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
+MASKED = 4096  # tokens of a stretch that kernels are given: their masks grow with the square, and skip nothing
+FUSED_HEAD = 128  # channels of a head that cuDNN takes on every GPU
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is known of an attention when it is traced.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu"; None where there are no devices.
+        dtype: of queries, keys and values.
+        head_dim: channels of a head.
+        tokens: of a stretch.
+        windows: whether stretches are windows, that hold one item each or few; else they are rows of any items.
+        spread: whether items lie over several rows.
+    """
+
+    platform: str | None
+    dtype: np.dtype[Any]
+    head_dim: int
+    tokens: int
+    windows: bool
+    spread: bool
+
+
+def choose(task: Task, asked: AttentionName | None = None) -> AttentionName:
+    """The first implementation that does not refuse.
+
+    Args:
+        task: what is to be computed.
+        asked: one to try before all others.
+
+    Returns:
+        Its name. Refusals are logged: as a warning, once, where the implementation was asked for.
+    """
+    if asked is not None:
+        refusal = IMPLEMENTATIONS[asked].refuses(task)
+        if refusal is None:
+            return asked
+        _warn(f"attention={asked!r} is not used for {task.tokens} tokens of {task.dtype.name}: {refusal}")
+    for name in _order(task):
+        refusal = IMPLEMENTATIONS[name].refuses(task)
+        if refusal is None:
+            return name
+        logger.debug("attention by %s is not used for %s: %s", name, task, refusal)
+    raise AssertionError("blocks refuse nothing")
+
+
+def _order(task: Task) -> tuple[AttentionName, ...]:
+    if task.platform == "gpu":
+        return ("cudnn", "tokamax", "dense", "blocks") if task.windows else ("cudnn", "tokamax", "blocks")
+    return ("dense", "blocks") if task.windows and task.tokens <= SHORT else ("blocks",)
+
+
+@cache
+def _warn(message: str) -> None:
+    logger.warning(message)
+
+
+# --- what each refuses
+
+
+def _dense_refuses(task: Task) -> str | None:
+    return _too_long(task, "all scores at once")
+
+
+def _blocks_refuse(task: Task) -> str | None:
+    return None
+
+
+def _cudnn_refuses(task: Task) -> str | None:
+    if task.platform != "gpu":
+        return f"cuDNN is for NVIDIA GPUs, and this is {task.platform}"
+    if task.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention takes bfloat16 and float16, not {task.dtype.name}"
+    if task.head_dim > FUSED_HEAD or task.head_dim % 8:
+        return f"cuDNN's attention takes heads of a multiple of 8 up to {FUSED_HEAD} channels, not of {task.head_dim}"
+    return _unfit(task)
+
+
+def _tokamax_refuses(task: Task) -> str | None:
+    if find_spec("tokamax") is None:
+        return 'tokamax is not installed: pip install "jaxenc[tokamax]"'
+    return _unfit(task)
+
+
+def _unfit(task: Task) -> str | None:
+    if task.spread and not task.windows:
+        return "items are spread over rows, and what each part of the batch meets differs"
+    return _too_long(task, "a mask")
+
+
+def _too_long(task: Task, what: str) -> str | None:
+    return f"{what} of {task.tokens} x {task.tokens} tokens, {MASKED} at most" if task.tokens > MASKED else None
+
+
+# --- what each computes
+
+
+def dense_attention(
+    query: Float[Array, "b n heads head_dim"],
+    key: Float[Array, "b s heads head_dim"],
+    value: Float[Array, "b s heads head_dim"],
+    query_segments: Int[Array, "b n"],
+    key_segments: Int[Array, "b s"],
+) -> Float[Array, "b n heads head_dim"]:
+    """softmax(q k^T / sqrt(head_dim)) v over the keys that share the query's segment (Vaswani et al., 2017).
+
+    Scores and softmax are float32, and all scores are made at once. Padding is a segment of its own, and a query's own
+    token is among the keys, so every query has something to attend to.
+
+    Args:
+        query: of the compute dtype.
+        key: the same.
+        value: the same.
+        query_segments: a number for each query; it attends where the key's is equal.
+        key_segments: a number for each key.
+
+    Returns:
+        One vector a query, in the compute dtype.
+    """
+    # batch-major: one [n, k] x [k, n] product a head is twice as fast on CPU as the transposed einsum
+    q, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    scores = jnp.einsum("bhqk,bhsk->bhqs", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(_same(query_segments, key_segments), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    y = jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(y.astype(value.dtype), 1, 2)
+
+
+def _by_blocks(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
+    starts, blocks = map(jnp.asarray, all_pairs(query.shape[1], key.shape[1]))
+
+    def attend(stretch: tuple[Array, Array, Array, Array, Array]) -> Array:
+        return block_attention(*stretch, starts, blocks)
+
+    return jax.lax.map(attend, (query, key, value, own, others))
+
+
+def _cudnn(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
+    return jax.nn.dot_product_attention(query, key, value, mask=_same(own, others), implementation="cudnn")
+
+
+def _tokamax(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
+    import tokamax
+
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    y: Array = tokamax.dot_product_attention(query, key, value, mask=_same(own, others), precision=precision)
+    return y
+
+
+def _same(own: Int[Array, "b n"], others: Int[Array, "b s"]) -> Array:
+    return own[:, None, :, None] == others[:, None, None, :]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One of them.
+
+    Attributes:
+        refuses: why it cannot do a task, or None.
+        attend: (query, key, value, segments of queries, of keys) -> one vector a query; all of stretches [b, n].
+    """
+
+    refuses: Callable[[Task], str | None]
+    attend: Callable[[Array, Array, Array, Array, Array], Array]
+
+
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
+    "dense": Implementation(_dense_refuses, dense_attention),
+    "blocks": Implementation(_blocks_refuse, _by_blocks),
+    "cudnn": Implementation(_cudnn_refuses, _cudnn),
+    "tokamax": Implementation(_tokamax_refuses, _tokamax),
+}
