@@ -154,7 +154,7 @@ def measure(name: str, devices: int, *, rounds: int) -> list[Row]:
         "engines' rule": way(many, by_engines_rule(calls, devices=devices, window=window)),
     }
     for one in ways.values():
-        one.encoder.compiled = {}
+        one.encoder.compiled.clear()
     for _ in range(rounds + 1):
         for one in ways.values():
             one.run(items)

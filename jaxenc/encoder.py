@@ -10,10 +10,9 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree, Shaped
 
@@ -22,21 +21,19 @@ from jaxenc import packing
 from jaxenc.errors import InputError
 from jaxenc.items import AudioItem, Item, VisionItem
 from jaxenc.ladder import full_work, ladder_of
-from jaxenc.layers.implementations import IMPLEMENTATIONS, AttentionName
-from jaxenc.layers.parameters import Shard, flatten
-from jaxenc.models import abstract_module
+from jaxenc.layers.implementations import AttentionName
+from jaxenc.layers.parameters import flatten
 from jaxenc.models.base import EncoderConfig
 from jaxenc.packer import Packer, pack
 from jaxenc.packing import Batch, Budget, Placed
+from jaxenc.programs import Params, Programs
 from jaxenc.progress import with_progress
 from jaxenc.reading import OnError, read_ahead, read_all
 from jaxenc.streaming import Stream
 from sharding_rules import Batching, Plan, Workload
 from sharding_rules.costs import Cost
 
-Params = dict[str, Any]
 BatchLayout = Literal["auto", "rows", "length"]
-PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,6 @@ class Encoder:
         plan: where every axis went, and why.
         params: nested dict of arrays.
         dtype: of parameters and products.
-        attention: the implementation that is tried first, where one was asked for.
-        compiled: budget -> its program, so far as there was need of it.
     """
 
     def __init__(
@@ -90,21 +85,13 @@ class Encoder:
             budgets: shapes that batches can have; the encoder's own ladder where not given.
             provenance: where the parameters came from; kept in saved checkpoints.
         """
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision is {precision!r}; it can be {' or '.join(map(repr, PRECISIONS))}")
-        if attention not in (None, *IMPLEMENTATIONS):
-            raise ValueError(f"attention is {attention!r}; it can be {', '.join(map(repr, IMPLEMENTATIONS))}, or None")
         self.config = config
         self.plan = plan
         self.params = params
         self.dtype = jnp.dtype(dtype)
-        self.precision = precision
-        self.attention = attention
         self.provenance = dict(provenance or {})
-        self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
         self._ladder = ladder_of(config, plan, budgets)
-        self.compiled: dict[Budget, jax.stages.Compiled] = {}
-        self._jitted = jax.jit(self._run, static_argnames="capture")
+        self._programs = Programs(config, plan, dtype=dtype, precision=precision, attention=attention)
 
     def __repr__(self) -> str:
         """Name, dtype and layout in a line."""
@@ -114,6 +101,11 @@ class Encoder:
     def budgets(self) -> tuple[Budget, ...]:
         """Shapes that batches have so far: long calls, and items longer than all of them, may add some, up to eight."""
         return self._ladder.budgets
+
+    @property
+    def compiled(self) -> Mapping[Budget, jax.stages.Compiled]:
+        """The programs so far, by budget."""
+        return self._programs.compiled
 
     @property
     def costs(self) -> Mapping[Budget, Cost]:
@@ -328,9 +320,9 @@ class Encoder:
         Raises:
             RulesError: the surrounding mesh has other devices, inside jit or grad; names both meshes.
         """
-        run = partial(self._jitted, capture=self._blocks(capture))
+        run = partial(self._programs.jitted, capture=self._blocks(capture))
         inputs = dict(batch.inputs)
-        shardings = self._param_shardings, {name: self._input_sharding(name) for name in inputs}
+        shardings = self._param_shardings, {name: self._programs.input_sharding(name) for name in inputs}
         rows, captured = self.plan.call(run, params, inputs, shardings=shardings)
         return (rows, captured) if captured else rows
 
@@ -392,11 +384,11 @@ class Encoder:
             self.plan,
             unflatten_dict(placed, sep="/"),
             dtype=self.dtype,
-            precision=self.precision,
-            attention=self.attention,
+            precision=self._programs.precision,
+            attention=self._programs.attention,
             provenance={**self.provenance, "changed": True},
         )
-        other.compiled, other._ladder = self.compiled, self._ladder
+        other._programs, other._ladder = self._programs, self._ladder
         return other
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -486,59 +478,31 @@ class Encoder:
         shardings: Params = self.plan.shardings(self.params)
         return shardings
 
-    @property
-    def _mesh(self) -> Mesh:
-        assert isinstance(self.plan.mesh, Mesh)  # parameters are on devices
-        return self.plan.mesh
-
-    def _input_sharding(self, name: str) -> NamedSharding:
-        return NamedSharding(self._mesh, self.plan.spec(*self.config.input_axes[name]))
-
     def _placed(self, path: str, array: Any) -> jax.Array:
         sharding = self.plan.sharding(path)
         placed = jax.device_put(self.plan.pad(path, array), sharding)
         if placed.dtype == self.dtype:
             return placed
         # within the mesh of a caller's set_mesh, JAX refuses to cast what is on another
-        with nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(self._mesh):
+        with nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(self._programs.mesh):
             return jax.device_put(placed.astype(self.dtype), sharding)
 
     def _dispatch(self, budget: Budget, batch: Batch) -> jax.Array:
-        inputs = {name: _place(np.asarray(array), self._input_sharding(name)) for name, array in batch.inputs.items()}
-        rows, _ = self._program(budget)(self.params, inputs)
+        sharding = self._programs.input_sharding
+        inputs = {name: _place(np.asarray(array), sharding(name)) for name, array in batch.inputs.items()}
+        rows, _ = self._program(budget)(self._params_of(budget), inputs)
         return rows
 
     def _program(self, budget: Budget) -> jax.stages.Compiled:
-        if budget not in self.compiled:
-            self.compiled[budget] = self._lower(budget).compile(compiler_options=self._compiler_options())
-        return self.compiled[budget]
+        return self._programs.program(budget, self._params_of(budget))
 
-    def _lower(self, budget: Budget) -> jax.stages.Lowered:
-        # the plan's own mesh, whatever mesh the caller has set around this
-        with jax.set_mesh(self._mesh):
-            return self._jitted.lower(self.params, self._shapes(budget), capture=())
+    def _params_of(self, budget: Budget) -> Params:
+        """The parameters, as the program of a budget takes them."""
+        return self._layers_apart if self._programs.apart(budget) else self.params
 
-    def _shapes(self, budget: Budget) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
-            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._input_sharding(name))
-            for name, array in self.config.layout((), (), budget, self._parts).inputs.items()
-        }
-
-    def _compiler_options(self) -> dict[str, str | bool]:
-        # XLA takes its CPU products from YNNPACK, whose float32 sums err 2 to 3 times as much as PyTorch's; without it
-        # they come from Eigen, are as good as PyTorch's, and take 5 % longer. Not on several (virtual) devices: their
-        # programs share one pool of threads, where Eigen can pack the next block over one that is still to be used
-        one_cpu = self._mesh.size == 1 and self.plan.platform == "cpu"
-        return {"xla_cpu_experimental_ynn_fusion_type": ""} if one_cpu and self.dtype == jnp.float32 else {}
-
-    def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
-        state = jax.tree.map(lambda leaf: leaf, self._abstract)
-        nnx.replace_by_pure_dict(state, params)
-        module = nnx.merge(self._graph, state)
-        # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
-        precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
-        with jax.default_matmul_precision(precision):
-            return module(inputs, shard=Shard(self.plan, self.attention), capture=capture)
+    @cached_property
+    def _layers_apart(self) -> Params:
+        return self._programs.layers_apart(self.params)
 
     def _blocks(self, capture: Sequence[int] | Literal["all"]) -> tuple[int, ...]:
         layers = self.config.transformer.layers

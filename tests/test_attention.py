@@ -1,5 +1,8 @@
 """Attention by blocks: the sums of its definition, whatever shares the blocks, in memory that grows with the tokens."""
 
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxenc.layers import blocks
+import jaxenc
+from jaxenc.layers import blocks, implementations
 from jaxenc.layers.blocks import BLOCK, block_attention, block_pairs
+from jaxenc.layers.implementations import IMPLEMENTATIONS, MASKED, Task, choose, dense_attention
 from jaxenc.layers.schedule import schedule
 from jaxenc.packing import Budget
 
@@ -205,3 +210,139 @@ def test_products_have_the_precision_that_was_set_where_the_gradient_was_not_tra
     products = text.count("dot_general[")
     assert products >= 6
     assert text.count("Precision.HIGHEST, Precision.HIGHEST") == products
+
+
+# --- implementations
+
+
+def stretches(dtype=np.float32):
+    """Three stretches of two segments and padding each."""
+    own = np.stack([segments_of(sizes, padding=150 - sum(sizes)) for sizes in ([100, 30], [1, 149], [60, 5])])
+    q, k, v = (np.stack(x) for x in zip(*(drawn(150, 150, seed, dtype) for seed in range(3)), strict=True))
+    return q, k, v, own, own
+
+
+def on_this_machine(name, dtype, windows=True):
+    """The implementation, or a skipped test with what it says against this machine."""
+    platform = jax.devices()[0].platform
+    refusal = IMPLEMENTATIONS[name].refuses(Task(platform, jnp.dtype(dtype), WIDTH, 150, windows, spread=False))
+    if refusal:
+        pytest.skip(refusal)
+    return IMPLEMENTATIONS[name].attend
+
+
+every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+
+
+@every_implementation
+def test_every_implementation_gives_the_definition(name):
+    dtype = jnp.bfloat16 if name == "cudnn" else jnp.float32
+    attend = on_this_machine(name, dtype)
+    *qkv, own, others = stretches()
+    qkv = [jnp.asarray(x, dtype) for x in qkv]
+    with jax.default_matmul_precision("highest"):
+        out = np.asarray(jax.jit(attend)(*qkv, own, others), np.float32)
+    expected = np.stack([definition(*(np.asarray(x[i], np.float32) for x in qkv), own[i], others[i]) for i in range(3)])
+    atol = 2e-6 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(out[own > 0], expected[own > 0], atol=atol)
+    assert np.isfinite(out).all()
+
+
+@every_implementation
+def test_no_implementation_lets_another_item_or_padding_in(name):
+    dtype = jnp.bfloat16 if name == "cudnn" else jnp.float32
+    run = jax.jit(on_this_machine(name, dtype))
+    *qkv, own, others = stretches()
+    before = np.asarray(run(*(jnp.asarray(x, dtype) for x in qkv), own, others), np.float32)
+    for x in qkv:
+        x[own != 2] *= 1000
+    after = np.asarray(run(*(jnp.asarray(x, dtype) for x in qkv), own, others), np.float32)
+    assert (before[own == 2] == after[own == 2]).all()
+    assert not np.allclose(before[own == 1], after[own == 1])
+
+
+@every_implementation
+def test_gradients_of_every_implementation_are_those_of_dense(name):
+    dtype = jnp.bfloat16 if name == "cudnn" else jnp.float32
+    attend = on_this_machine(name, dtype)
+    *qkv, own, others = stretches()
+    weight = np.random.default_rng(1).standard_normal(qkv[0].shape).astype(np.float32) * (own > 0)[..., None, None]
+
+    def gradients(function):
+        loss = lambda *qkv: jnp.sum(function(*qkv, own, others).astype(jnp.float32) * weight)  # noqa: E731
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(jnp.asarray(x, dtype) for x in qkv))
+
+    for one, expected in zip(gradients(attend), gradients(dense_attention), strict=True):
+        one, expected = (np.asarray(x, np.float32) for x in (one, expected))
+        np.testing.assert_allclose(one, expected, atol=1e-5 if dtype == jnp.float32 else 5e-2)
+        assert (one[own == 0] == 0).all()
+
+
+CPU = Task("cpu", jnp.dtype("bfloat16"), 72, tokens=1024, windows=False, spread=False)
+GPU = replace(CPU, platform="gpu")
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (CPU, "blocks"),
+        (replace(CPU, windows=True), "blocks"),
+        (replace(CPU, windows=True, tokens=104), "dense"),
+        (replace(CPU, platform=None), "blocks"),
+        (GPU, "cudnn"),
+        (replace(GPU, windows=True, tokens=104, spread=True), "cudnn"),
+        (replace(GPU, spread=True), "blocks"),
+        (replace(GPU, tokens=MASKED + 1), "blocks"),
+        (replace(GPU, dtype=jnp.dtype("float32")), "blocks"),
+        (replace(GPU, dtype=jnp.dtype("float32"), windows=True), "dense"),
+        (replace(GPU, head_dim=140), "blocks"),
+    ],
+    ids=str,
+)
+def test_what_is_chosen_where_nothing_is_asked_for(task, expected, monkeypatch):
+    monkeypatch.setattr(implementations, "find_spec", lambda name: None)  # without tokamax
+    assert choose(task) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "task", "why"),
+    [
+        ("cudnn", CPU, "cuDNN is for NVIDIA GPUs, and this is cpu"),
+        ("cudnn", replace(GPU, dtype=jnp.dtype("float32")), "takes bfloat16 and float16, not float32"),
+        ("cudnn", replace(GPU, head_dim=140), "up to 128 channels, not of 140"),
+        ("cudnn", replace(GPU, spread=True), "items are spread over rows"),
+        ("tokamax", replace(GPU, tokens=8192), "a mask of 8192 x 8192 tokens"),
+        ("tokamax", replace(GPU, tokens=1024), r'pip install "jaxenc\[tokamax\]"'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_says_why_and_the_next_one_is_taken(asked, task, why, caplog, monkeypatch):
+    monkeypatch.setattr(implementations, "find_spec", lambda name: None if "pip" in why else object())
+    implementations._warn.cache_clear()
+    with caplog.at_level("WARNING"):
+        chosen = choose(task, asked)
+        choose(task, asked)
+    assert chosen in ("blocks", "tokamax", "cudnn")
+    assert chosen != asked
+    (record,) = caplog.records  # once
+    assert re.search(why, record.message)
+    assert f"attention='{asked}'" in record.message
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks", "tokamax"])
+@pytest.mark.parametrize(("folder", "items"), [("kimi_folder", "pictures"), ("qwen_folder", "clips")])
+def test_an_encoder_gives_the_same_rows_with_every_implementation(name, folder, items, request):
+    on_this_machine(name, jnp.float32)
+    folder, items = (request.getfixturevalue(fixture) for fixture in (folder, items))
+    mesh = jaxenc.make_mesh(data=1, model=3)
+    settings = {"dtype": "float32", "budgets": [Budget(416, 3)]}
+    expected = jaxenc.load(folder, **settings).encode_items(items)
+    asked = jaxenc.load(folder, **settings, mesh=mesh, attention=name)
+    for rows, one in zip(asked.encode_items(items), expected, strict=True):
+        assert np.abs(rows - one).max() <= 1e-5 * np.abs(one).max()
+
+
+def test_an_implementation_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="attention is 'flash'; it can be 'dense', 'blocks', "):
+        jaxenc.from_config("whisper:tiny.en", attention="flash")

@@ -617,15 +617,6 @@ def test_loading_and_encoding_work_inside_an_explicit_set_mesh(kimi_folder, pict
 # --- how many programs, and which
 
 
-def test_float32_programs_on_cpu_leave_out_the_library_with_long_sums(kimi_folder):
-    encoder = jaxenc.load(kimi_folder, dtype="float32", budgets=[Budget(256, 1)])
-    encoder.warmup()
-    (program,) = encoder.compiled.values()
-    assert "ynn" not in program.as_text()
-    plain = jax.jit(lambda x: x @ x.T).lower(jax.ShapeDtypeStruct((256, 1280), "float32")).compile().as_text()
-    assert "ynn" in plain, "XLA no longer uses it: drop the compiler option"
-
-
 def pictures_of_many_sizes(rng):
     grids = [(int(rng.integers(1, 5)), *(2 * rng.integers(1, 6, 2)).tolist()) for _ in range(rng.integers(1, 5))]
     return [jaxenc.VisionItem(rng.standard_normal((math.prod(grid), 588)).astype(np.float32), grid) for grid in grids]

@@ -145,9 +145,9 @@ def _compiled(config, mesh, strategy, budget, scanned):
     }
     encoder = Encoder(config, plan, unflatten_dict(params, sep="/"), dtype="float32", budgets=[budget])
     with nullcontext() if scanned else unrolled():
-        lowered = encoder._lower(budget)
+        lowered = encoder._programs.lower(budget, encoder.params)
     # the same program, with half the time spent on its machine code
-    options = {**encoder._compiler_options(), "xla_backend_optimization_level": 0}
+    options = {**encoder._programs.options(budget), "xla_backend_optimization_level": 0}
     return encoder, lowered.compile(compiler_options=options), *encoder._full(budget)
 
 
@@ -210,7 +210,7 @@ def test_bytes_of_parameters_are_exact(config, mesh, strategy, layout):
     encoder, program, *work = compiled(config, mesh, strategy, layout)
     inputs = sum(
         math.prod(given.sharding.shard_shape(given.shape)) * given.dtype.itemsize
-        for name, given in encoder._shapes(encoder.budgets[0]).items()
+        for name, given in encoder._programs.shapes(encoder.budgets[0]).items()
         if name not in ("starts", "blocks")  # where layers are unrolled, attention is not in blocks
     )
     stored = program.memory_analysis().argument_size_in_bytes - inputs

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 AttentionName = Literal["dense", "blocks", "cudnn", "tokamax"]
 SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
-MASKED = 4096  # tokens of a stretch that kernels are given: their masks grow with the square, and skip nothing
+MASKED = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
 FUSED_HEAD = 128  # channels of a head that cuDNN takes on every GPU
 
 
@@ -89,7 +89,7 @@ def _warn(message: str) -> None:
 
 
 def _dense_refuses(task: Task) -> str | None:
-    return _too_long(task, "all scores at once")
+    return None if task.windows else _too_long(task, "all scores at once")
 
 
 def _blocks_refuse(task: Task) -> str | None:
@@ -119,7 +119,11 @@ def _unfit(task: Task) -> str | None:
 
 
 def _too_long(task: Task, what: str) -> str | None:
-    return f"{what} of {task.tokens} x {task.tokens} tokens, {MASKED} at most" if task.tokens > MASKED else None
+    return (
+        f"{what} of {task.tokens} x {task.tokens} tokens; {MASKED} a side are the most"
+        if task.tokens > MASKED
+        else None
+    )
 
 
 # --- what each computes
@@ -171,7 +175,11 @@ def _cudnn(query: Array, key: Array, value: Array, own: Array, others: Array) ->
 
 def _tokamax(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
     import tokamax
+    from absl import flags
 
+    # it reads flags of its own, which would be parsed from whatever this process was started with
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     y: Array = tokamax.dot_product_attention(query, key, value, mask=_same(own, others), precision=precision)
     return y

@@ -25,10 +25,12 @@ class Shard:
     Attributes:
         plan: where every axis goes.
         attention: the implementation of attention to try first; see `jaxenc.layers.implementations`.
+        layers_apart: whether layers are computed one after the other instead of in a loop.
     """
 
     plan: Plan
     attention: AttentionName | None = None
+    layers_apart: bool = False
 
     def __call__(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """The same values, divided as the plan says; one name an axis, None for one that is never divided."""

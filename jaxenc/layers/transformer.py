@@ -221,6 +221,7 @@ def run_blocks(
         # how often a loop over blocks runs is known to the batch only: what is counted attends to whole rows
         schedule = replace(schedule, starts=None, blocks=None)
         other = other and replace(other, starts=None, blocks=None)
+        shard = replace(shard, attention="dense", layers_apart=True)
     graph, stacked = nnx.split(blocks)
     depth = jax.tree.leaves(stacked)[0].shape[0]
     # one buffer, written as the scan passes: keeping all outputs and choosing later would hold `layers` of them
@@ -240,5 +241,5 @@ def run_blocks(
         return (x, kept if kept is None else kept.at[slot].set(x)), None
 
     layers = (stacked, jnp.asarray(slots), by_other)
-    (x, kept), _ = jax.lax.scan(step, (x, kept), layers, unroll=depth if _unrolled.get() else 1)
+    (x, kept), _ = jax.lax.scan(step, (x, kept), layers, unroll=depth if shard.layers_apart else 1)
     return x, {} if kept is None else {layer: kept[slot] for slot, layer in enumerate(capture)}

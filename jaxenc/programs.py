@@ -1,0 +1,149 @@
+"""The programs of one encoder: one for each budget, compiled as the platform computes it fastest."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from jaxenc.layers.implementations import IMPLEMENTATIONS, AttentionName
+from jaxenc.layers.parameters import Shard, flatten
+from jaxenc.models import abstract_module
+from jaxenc.models.base import EncoderConfig
+from jaxenc.packing import Budget
+from sharding_rules import Plan
+
+Params = dict[str, Any]
+PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
+# On CPU, of one device. A loop over stacked layers copies a layer's weights before it uses them: half the time of a
+# batch of 250 tokens in bfloat16, and a hundredth of one of 10,000. A program with a copy of the block for every layer
+# copies none, and takes a tenth of a second a layer longer to compile
+APART_TOKENS = 2048
+APART_BYTES = 2**20
+# Below so many tokens Eigen takes up to twice as long as YNNPACK for float32 products
+EIGEN_TOKENS = 1024
+
+
+class Programs:
+    """Parameters and a batch's arrays -> rows.
+
+    Attributes:
+        compiled: budget -> its program, so far as there was need of it.
+        jitted: (params, inputs, capture) -> rows and captured blocks, compiled for whatever shapes come.
+    """
+
+    def __init__(
+        self, config: EncoderConfig, plan: Plan, *, dtype: DTypeLike, precision: str, attention: AttentionName | None
+    ):
+        """Compiles nothing yet; see `Encoder` for the arguments.
+
+        Raises:
+            ValueError: no such precision or attention.
+        """
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision is {precision!r}; it can be {' or '.join(map(repr, PRECISIONS))}")
+        if attention not in (None, *IMPLEMENTATIONS):
+            raise ValueError(f"attention is {attention!r}; it can be {', '.join(map(repr, IMPLEMENTATIONS))}, or None")
+        self.config = config
+        self.plan = plan
+        self.dtype = jnp.dtype(dtype)
+        self.precision = precision
+        self.attention = attention
+        self.compiled: dict[Budget, jax.stages.Compiled] = {}
+        self.jitted = jax.jit(self._run, static_argnames="capture")
+        self._graph, self._abstract = nnx.split(abstract_module(config, dtype=dtype))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The plan's devices."""
+        assert isinstance(self.plan.mesh, Mesh)  # parameters are on devices
+        return self.plan.mesh
+
+    def input_sharding(self, name: str) -> NamedSharding:
+        """Where an array of a batch goes."""
+        return NamedSharding(self.mesh, self.plan.spec(*self.config.input_axes[name]))
+
+    def shapes(self, budget: Budget) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of the arrays of a batch."""
+        parts = {"batch": self.plan.rows_parts, **self.plan.length_parts}
+        return {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.input_sharding(name))
+            for name, array in self.config.layout((), (), budget, parts).inputs.items()
+        }
+
+    def apart(self, budget: Budget) -> bool:
+        """Whether its program takes an array for each layer, as `layers_apart` makes them."""
+        return self._one_cpu and budget.tokens <= APART_TOKENS and self._layer_bytes >= APART_BYTES
+
+    def layers_apart(self, params: Params) -> Params:
+        """Parameters with a list of arrays, one for each layer, for every stacked one, whose memory they share."""
+        cut = {}
+        for path, array in flatten(params).items():
+            if self.plan.parameters[path].axes[:1] == ("layers",):
+                cut[path] = [jax.device_put(layer, self.mesh.devices.flat[0]) for layer in np.asarray(array)]
+            else:
+                cut[path] = array
+        return unflatten_dict(cut, sep="/")
+
+    def lower(self, budget: Budget, params: Params) -> jax.stages.Lowered:
+        """Its program, not compiled yet."""
+        # the plan's own mesh, whatever mesh the caller has set around this
+        with jax.set_mesh(self.mesh):
+            return self.jitted.lower(params, self.shapes(budget), capture=())
+
+    def program(self, budget: Budget, params: Params) -> jax.stages.Compiled:
+        """Its program, compiled at the first call."""
+        if budget not in self.compiled:
+            self.compiled[budget] = self.lower(budget, params).compile(compiler_options=self.options(budget))
+        return self.compiled[budget]
+
+    def options(self, budget: Budget) -> dict[str, str | bool]:
+        """What the compiler is told."""
+        # XLA takes its CPU products from YNNPACK, whose float32 sums err 1.5 times as much as PyTorch's where vectors
+        # have 512 bits, and 2 to 3 times where they are narrower; without it they come from Eigen, and are as good as
+        # PyTorch's. Not on several (virtual) devices: their programs share one pool of threads, where Eigen can pack
+        # the next block over one that is still to be used
+        few = budget.tokens < EIGEN_TOKENS and _wide_vectors()
+        eigen = self._one_cpu and self.dtype == jnp.float32 and not few
+        return {"xla_cpu_experimental_ynn_fusion_type": ""} if eigen else {}
+
+    @property
+    def _layer_bytes(self) -> int:
+        stacked = (p.shape[1:] for p in self.plan.parameters.values() if p.axes[:1] == ("layers",))
+        return self.dtype.itemsize * sum(map(math.prod, stacked))
+
+    @property
+    def _one_cpu(self) -> bool:
+        return self.mesh.size == 1 and self.plan.platform == "cpu"
+
+    def _run(self, params: Params, inputs: Mapping[str, jax.Array], *, capture: tuple[int, ...]) -> Any:
+        state = jax.tree.map(lambda leaf: leaf, self._abstract)
+        # the compiler takes layers that are stacked and then used one by one for what they were
+        nnx.replace_by_pure_dict(state, jax.tree.map(_stacked, params, is_leaf=_is_apart))
+        apart = any(map(_is_apart, jax.tree.leaves(params, is_leaf=_is_apart)))
+        module = nnx.merge(self._graph, state)
+        # the one place where products get their precision: XLA's default for float32 is TF32 on recent GPUs
+        precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
+        with jax.default_matmul_precision(precision):
+            return module(inputs, shard=Shard(self.plan, self.attention, layers_apart=apart), capture=capture)
+
+
+def _is_apart(leaf: Any) -> bool:
+    return isinstance(leaf, list)
+
+
+def _stacked(leaf: Any) -> jax.Array:
+    return jnp.stack(leaf) if _is_apart(leaf) else leaf
+
+
+def _wide_vectors() -> bool:
+    """Whether this CPU has AVX-512."""
+    found: Mapping[str, Any] = np.show_config(mode="dicts")["SIMD Extensions"]  # type: ignore[call-overload, index]
+    names = [*found.get("baseline", ()), *found.get("found", ())]
+    return any(name == "X86_V4" or name.startswith("AVX512") for name in names)
