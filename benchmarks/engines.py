@@ -3,7 +3,7 @@
     python -m benchmarks.engines ENGINE --encoder NAME --dtype DTYPE --folder FOLDER [--small]
 
 reads lines from stdin and answers each with a JSON object in a line: `CASE` encodes its items, `host CASE` does what
-our host does of it alone, `peak` multiplies matrices.
+our host does of it alone, `limits` multiplies matrices and reads memory. On a GPU where there is one.
 """
 
 import argparse
@@ -28,8 +28,12 @@ from jaxenc.items import Item
 from jaxenc.packing import Budget, Placed, Slots
 
 # products [n, k] x [k, m] that show what the machine's matrix unit gives
-PRODUCTS = ((2048, 2048, 2048), (4096, 1152, 4304))
-PRODUCT_RUNS = 5
+PRODUCTS = {
+    "cpu": ((2048, 2048, 2048), (4096, 1152, 4304)),
+    "gpu": ((8192, 8192, 8192), (16_384, 4096, 4096)),
+}
+RUNS = 5  # of which the fastest counts
+MEMORY_BYTES = 2**28  # that are added up to see how fast memory is read
 
 
 class Engine(ABC):
@@ -43,20 +47,48 @@ class Engine(ABC):
         """Seconds that the host spends on files and arrays before and after devices compute."""
         raise NotImplementedError
 
+    @property
+    @abstractmethod
+    def platform(self) -> str:
+        """What it runs on: "cpu" or "gpu"."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+
     @abstractmethod
     def product(self, n: int, k: int, m: int) -> Callable[[], Any]:
         """A product of two random matrices; what is returned computes it again, and waits for it."""
 
-    def peak(self) -> float:
-        """FLOP/s of the fastest product."""
-        best = 0.0
-        for n, k, m in PRODUCTS:
-            run = self.product(n, k, m)
-            for _ in range(PRODUCT_RUNS):
-                started = time.perf_counter()
-                run()
-                best = max(best, 2.0 * math.prod((n, k, m)) / (time.perf_counter() - started))
-        return best
+    @abstractmethod
+    def total(self, count: int) -> Callable[[], Any]:
+        """A sum of so many float32 numbers; what is returned computes it again, and waits for it."""
+
+    @abstractmethod
+    def forget_peak(self) -> None:
+        """Lets `peak_bytes` start anew, where the platform allows it."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most memory that was in use: of the process, or of the GPU."""
+
+    def limits(self) -> dict[str, float]:
+        """FLOP/s of the fastest product, and bytes/s that are read from memory."""
+        products = (2.0 * math.prod(sizes) / _fastest(self.product(*sizes)) for sizes in PRODUCTS[self.platform])
+        return {
+            "flops_per_s": max(products),
+            "bytes_per_s": MEMORY_BYTES / _fastest(self.total(MEMORY_BYTES // 4)),
+        }
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 class Ours(Engine):
@@ -95,6 +127,35 @@ class Ours(Engine):
         multiply(x, y).block_until_ready()
         return lambda: multiply(x, y).block_until_ready()
 
+    @property
+    def platform(self) -> str:
+        return str(self._device.platform)
+
+    @property
+    def weight_bytes(self) -> int:
+        import jax
+
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.encoder.params))
+
+    def total(self, count: int) -> Callable[[], Any]:
+        import jax
+        import jax.numpy as jnp
+
+        x, add = jnp.ones(count), jax.jit(jnp.sum)
+        add(x).block_until_ready()
+        return lambda: add(x).block_until_ready()
+
+    def forget_peak(self) -> None:
+        forget_peak()  # what JAX says of a GPU's cannot start anew
+
+    def peak_bytes(self) -> int:
+        held = self._device.memory_stats()
+        return resident_bytes(peak=True) if held is None else int(held["peak_bytes_in_use"])
+
+    @property
+    def _device(self) -> Any:
+        return self.encoder.plan.mesh.devices.flat[0]
+
 
 class Torch(Engine):
     """The original, eager, with scaled_dot_product_attention: all items in one call where it takes them so."""
@@ -107,6 +168,8 @@ class Torch(Engine):
 
         torch.set_num_threads(os.cpu_count() or 1)
         self.dtype = dtype
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.set_default_device(self.device)
         self.given = lambda item: given(subject.original, item)
         self.original = ORIGINALS[subject.original](subject.checkpoint(small=small))
 
@@ -120,8 +183,49 @@ class Torch(Engine):
         import torch
 
         x, y = (torch.randn(shape, dtype=getattr(torch, self.dtype)) for shape in ((n, k), (k, m)))
-        torch.mm(x, y)
-        return lambda: torch.mm(x, y)
+        return self._waiting(lambda: torch.mm(x, y))
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(p.nbytes for model in self._models() for p in model.parameters())
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.device == "cuda" else "cpu"
+
+    def total(self, count: int) -> Callable[[], Any]:
+        import torch
+
+        x = torch.ones(count)
+        return self._waiting(x.sum)
+
+    def forget_peak(self) -> None:
+        import torch
+
+        forget_peak()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else resident_bytes(peak=True)
+
+    def _models(self) -> tuple[Any, ...]:
+        """The modules, once something was encoded."""
+        models = next(iter(self.original._models.values()))
+        return models if isinstance(models, tuple) else (models,)
+
+    def _waiting(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        import torch
+
+        def run_and_wait() -> None:
+            run()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+
+        run_and_wait()
+        return run_and_wait
 
 
 class Compiled(Torch):
@@ -134,14 +238,8 @@ class Compiled(Torch):
             from torch import nn
 
             super().encode(items[:1])  # makes the model
-            models = next(iter(self.original._models.values()))
-            lists = (
-                part
-                for model in (models if isinstance(models, tuple) else (models,))
-                for part in model.modules()
-                if isinstance(part, nn.ModuleList)
-            )
-            for block in max(lists, key=len):
+            parts = (part for model in self._models() for part in model.modules())
+            for block in max((part for part in parts if isinstance(part, nn.ModuleList)), key=len):
                 block.compile()
             self.compiled = True
         return super().encode(items)
@@ -167,19 +265,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     items = {case: read(config, given) for case, given in cases.items()}
     for line in sys.stdin:
         asked = line.strip()
-        if asked == "peak":
-            answer = {"flops_per_s": engine.peak()}
+        if asked == "limits":
+            answer = engine.limits()
         elif asked.startswith("host "):
             answer = {"seconds": engine.host_seconds(*cases[asked.removeprefix("host ")])}
         else:
             sizes = {"tokens": tokens_of(config, items[asked]), "flops": flops_of(config, items[asked])}
-            answer = timed(engine, items[asked]) | sizes
+            answer = timed(engine, items[asked]) | sizes | {"weight_bytes": engine.weight_bytes}
         print(json.dumps(answer | {"versions": versions()}), file=answers, flush=True)
 
 
 def timed(engine: Engine, items: Sequence[Item]) -> dict[str, Any]:
     """Seconds from items to rows on the host, how many rows, and the most memory that was in use."""
-    forget_peak()
+    engine.forget_peak()
     started = time.perf_counter()
     rows = engine.encode(items)
     seconds = time.perf_counter() - started
@@ -187,7 +285,7 @@ def timed(engine: Engine, items: Sequence[Item]) -> dict[str, Any]:
         "seconds": seconds,
         "rows": sum(map(len, rows)),
         "checksum": float(sum(np.abs(x.astype(np.float64)).sum() for x in rows)),
-        "peak_mb": resident_bytes(peak=True) / 1e6,
+        "peak_mb": engine.peak_bytes() / 1e6,
     }
 
 

@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +19,7 @@ def machine() -> dict[str, str]:
         system = f"{platform.system()} {platform.release()}"
     return {
         "cpu": _cpu(),
+        **_gpu(),
         "cores": str(os.cpu_count()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
         "os": system,
@@ -37,6 +40,15 @@ def versions() -> dict[str, str]:
 def load_average() -> float:
     """Processes that ran or waited to run in the last minute; 0 where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _gpu() -> dict[str, str]:
+    """Its name, where there is one."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.split("\n")
+    return {"gpu": names[0]} if names[0] else {}
 
 
 def _cpu() -> str:

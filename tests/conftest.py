@@ -1,4 +1,7 @@
-"""Eight virtual CPU devices for every test, and small checkpoints of the seed towers."""
+"""Eight virtual CPU devices for every test, and small checkpoints of the seed towers.
+
+On a GPU, or with `XLA_FLAGS=`, there is one device, and what needs more is skipped.
+"""
 
 import os
 import subprocess
@@ -7,8 +10,11 @@ import sys
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,6 +25,31 @@ from jaxenc.models import kimi_k25, qwen3_omni_audio
 # the published numbers of heads, which decide what divides, and little else
 KIMI = replace(kimi_k25.Config(), layers=2, embed=64, mlp=96, position_h=16, position_w=12, out=24)
 QWEN = replace(qwen3_omni_audio.Config(), layers=2, embed=80, mlp=120, mel=32, channels=8, out=24)
+
+
+DEVICES = 8
+
+
+@contextmanager
+def _skips_without_devices() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if jax.device_count() < DEVICES and f"devices and there are {jax.device_count()}" in str(error):
+            pytest.skip(str(error).partition(". ")[0])
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with _skips_without_devices():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with _skips_without_devices():
+        return (yield)
 
 
 # a shell that starts the tests in the background has them ignore interrupts, and so would what they start

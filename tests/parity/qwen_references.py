@@ -104,7 +104,7 @@ class Qwen:
         """Of the sum of all rows times `weights`, by the tensors' names in the file; float64."""
         tower = copy.deepcopy(self._model("float64")).requires_grad_(True)
         rows = self._rows(tower, items, "float64", QwenAlter())
-        (rows * torch.from_numpy(np.concatenate(weights))).sum().backward()
+        (rows * torch.as_tensor(np.concatenate(weights))).sum().backward()
         return {self._prefix + name: parameter.grad.numpy() for name, parameter in tower.named_parameters()}
 
     def _rows(
@@ -115,7 +115,7 @@ class Qwen:
         grids = clips
         if self.family == "glm4v":  # as its `get_video_features` does
             grids = [(1, h, w) for t, h, w in clips for _ in range(t)]
-        pixels = torch.from_numpy(np.concatenate([patches for patches, _ in items])).to(getattr(torch, dtype))
+        pixels = torch.as_tensor(np.concatenate([patches for patches, _ in items])).to(getattr(torch, dtype))
         replaced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dtype == "float64":
             replaced = _in_double(tower, modeling, clips, alter)
@@ -212,4 +212,4 @@ def _grid_taps(h: int, w: int, side: int, align_corners: bool) -> tuple[torch.Te
     (y, weight_y), (x, weight_x) = axis(h), axis(w)
     index = y[:, None, :, None] * side + x[None, :, None, :]
     weight = weight_y[:, None, :, None] * weight_x[None, :, None, :]
-    return torch.from_numpy(index.reshape(h * w, 4)), torch.from_numpy(weight.reshape(h * w, 4))
+    return torch.as_tensor(index.reshape(h * w, 4)), torch.from_numpy(weight.reshape(h * w, 4))

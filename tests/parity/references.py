@@ -111,7 +111,7 @@ class Kimi:
         torch_dtype = getattr(torch, dtype)
         grids = torch.tensor([grid for _, grid in items])
         patch = tower.config.patch_size
-        pixels = torch.from_numpy(np.concatenate([patches for patches, _ in items])).to(torch_dtype)
+        pixels = torch.as_tensor(np.concatenate([patches for patches, _ in items])).to(torch_dtype)
         pixels = pixels.reshape(-1, 3, patch, patch)
         with torch.no_grad():
             if dtype == "float64":
@@ -219,7 +219,7 @@ class Qwen3OmniAudio:
         else:
             frames = [item.shape[1] for item in items]
             beside = [np.zeros((items[0].shape[0], 100), np.float32)] if max(frames) < 100 else []
-            features = torch.from_numpy(np.concatenate([*items, *beside], axis=1)).to(getattr(torch, dtype))
+            features = torch.as_tensor(np.concatenate([*items, *beside], axis=1)).to(getattr(torch, dtype))
             lengths = torch.tensor([*frames, *(100 for _ in beside)])
             with torch.no_grad(), _recorded(model.layers) as hidden:
                 rows = model(features, feature_lens=lengths).last_hidden_state
@@ -246,7 +246,7 @@ class Qwen3OmniAudio:
         sinusoids = alter.sinusoids or whisper_sinusoids
         with torch.no_grad():
             for item in items:
-                features, parts, start = torch.from_numpy(item).double(), [], 0
+                features, parts, start = torch.as_tensor(item).double(), [], 0
                 for chunk in features.split(100, dim=1):
                     pad = 0 if alter.padding == "none" else alter.padding - chunk.shape[1]
                     x = F.pad(chunk, (0, pad))[None, None]
@@ -290,7 +290,7 @@ class Qwen3AsrAudio:
         features = np.stack([np.pad(item, ((0, 0), (0, frames - item.shape[1]))) for item in items])
         mask = torch.arange(frames) < torch.tensor(lengths)[:, None]
         with torch.no_grad(), _recorded(tower.layers) as hidden:
-            features = torch.from_numpy(features).to(getattr(torch, dtype))
+            features = torch.as_tensor(features).to(getattr(torch, dtype))
             rows = projector(tower(features, mask.long()).last_hidden_state)
         tokens = [audio_tokens(length) for length in lengths]
         states = [_split(state, tokens) for state in hidden]
@@ -320,7 +320,7 @@ class Whisper:
         if alter is not None:
             model = copy.deepcopy(model)
             alter(model)
-        features = torch.from_numpy(np.stack(items)).to(getattr(torch, dtype))
+        features = torch.as_tensor(np.stack(items)).to(getattr(torch, dtype))
         with torch.no_grad(), _recorded(model.layers) as hidden:
             rows = model(features).last_hidden_state
         return Encoded(
@@ -350,7 +350,7 @@ class Qwen2Audio:
             alter(model.audio_tower)
         tokens, rows = pooled_lengths(model.audio_tower, [frames for _, frames in items])
         ids = torch.full((1, sum(rows)), model.config.audio_token_id)
-        features = torch.from_numpy(np.stack([mel for mel, _ in items])).to(getattr(torch, dtype))
+        features = torch.as_tensor(np.stack([mel for mel, _ in items])).to(getattr(torch, dtype))
         mask = torch.arange(features.shape[2]) < torch.tensor([frames for _, frames in items])[:, None]
         given: list[torch.Tensor] = []
         hook = model.language_model.register_forward_pre_hook(
@@ -400,7 +400,7 @@ class Qwen25OmniAudio:
         if alter is not None:
             model = copy.deepcopy(model)
             alter(model)
-        features = torch.from_numpy(np.concatenate(items, axis=1)).to(getattr(torch, dtype))
+        features = torch.as_tensor(np.concatenate(items, axis=1)).to(getattr(torch, dtype))
         lengths = torch.tensor([item.shape[1] for item in items])
         given = {} if windows is None else {"cu_seqlens": torch.tensor([0, *np.cumsum(windows)], dtype=torch.int32)}
         tokens, rows = pooled_lengths(model, lengths.tolist())
@@ -478,7 +478,7 @@ def whisper_module(config: Config, tensors: Tensors, dtype: Dtype) -> nn.Module:
 
 def _loaded(module: nn.Module, tensors: Tensors, prefix: str, dtype: Dtype) -> nn.Module:
     state = {
-        name.removeprefix(prefix): torch.from_numpy(value) for name, value in tensors.items() if name.startswith(prefix)
+        name.removeprefix(prefix): torch.as_tensor(value) for name, value in tensors.items() if name.startswith(prefix)
     }
     buffers = {name for name, _ in module.named_buffers()}
     problems = module.load_state_dict(state, strict=False)
@@ -532,7 +532,7 @@ def resample_taps(
             if border == "renormalise":
                 weight = np.where((tap >= 0) & (tap < side), weight, 0)
             np.add.at(weights, (index, tap.clip(0, side - 1)), weight)
-        return torch.from_numpy(weights / weights.sum(1, keepdims=True))
+        return torch.as_tensor(weights / weights.sum(1, keepdims=True))
 
     rows, columns = axis(height, table.shape[0]), axis(width, table.shape[1])
     return torch.einsum("hH,wW,HWd->hwd", rows, columns, table.double()).reshape(height * width, -1)
@@ -658,7 +658,7 @@ def _recorded(blocks: nn.ModuleList) -> Iterator[list[torch.Tensor]]:
 
 
 def _numpy(x: torch.Tensor) -> np.ndarray:
-    return x.detach().to(torch.float64).numpy()
+    return x.detach().to(torch.float64).cpu().numpy()
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[np.ndarray]:

@@ -287,10 +287,10 @@ class Original:
             pixels = [self.given(*item).to(getattr(torch, dtype)) for item in group]
             with torch.no_grad(), _recorded(blocks) as states:
                 encoded = torch.cat(tuple(self.kind.rows(model, torch.cat(pixels))))
-            rows += [part.double().numpy() for part in encoded.chunk(len(pixels))]
+            rows += [part.double().cpu().numpy() for part in encoded.chunk(len(pixels))]
             # Pixtral's pictures are one sequence, the others' a batch
             for parts in zip(*(state.flatten(0, 1).chunk(len(pixels)) for state in states), strict=True):
-                hidden.append(np.stack([part.double().numpy() for part in parts]))
+                hidden.append(np.stack([part.double().cpu().numpy() for part in parts]))
         return Encoded(rows, hidden)
 
     def gradients(self, items: Sequence[Item], weights: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -301,7 +301,7 @@ class Original:
         loss = torch.zeros((), dtype=torch.float64)
         for (patches, grid), weight in zip(items, weights, strict=True):
             rows = torch.cat(tuple(self.kind.rows(model, self.given(patches, grid).double())))
-            loss = loss + (rows * torch.from_numpy(weight)).sum()
+            loss = loss + (rows * torch.as_tensor(weight)).sum()
         loss.backward()
         slopes = {name: parameter.grad for name, parameter in model.named_parameters()}
         named = {name: slopes[self.kind.name(name)] for name in self.tensors}
@@ -309,13 +309,13 @@ class Original:
 
     def given(self, patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
         """What the module takes of a picture."""
-        return torch.from_numpy(patches).reshape(*grid, -1) if self.kind.patches else pixels_of(patches, grid)
+        return torch.as_tensor(patches).reshape(*grid, -1) if self.kind.patches else pixels_of(patches, grid)
 
     def model(self, dtype: Dtype) -> nn.Module:
         """The module with the checkpoint's weights, strictly loaded but for the language model."""
         if dtype not in self._models:
             model = self.kind.build({**self.checkpoint.configs["original"]})
-            state = {self.kind.name(name): torch.from_numpy(value) for name, value in self.tensors.items()}
+            state = {self.kind.name(name): torch.as_tensor(value) for name, value in self.tensors.items()}
             problems = model.load_state_dict(state, strict=False)
             known = ("language_model.", "embeddings.mask_token")  # no row depends on them
             missing = [name for name in problems.missing_keys if not name.startswith(known)]
@@ -329,4 +329,4 @@ def pixels_of(patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
     """[tiles, 3, height, width] of patches in raster order."""
     (t, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
     pixels = patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
+    return torch.as_tensor(np.ascontiguousarray(pixels))
