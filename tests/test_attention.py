@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxenc
 from jaxenc.layers import blocks, implementations
 from jaxenc.layers.blocks import BLOCK, block_attention, block_pairs
-from jaxenc.layers.implementations import IMPLEMENTATIONS, MASKED, Task, choose, dense_attention
+from jaxenc.layers.implementations import IMPLEMENTATIONS, MASKED, Task, attend_by_first, dense_attention
 from jaxenc.layers.schedule import schedule
 from jaxenc.packing import Budget
 
@@ -279,6 +279,10 @@ def test_gradients_of_every_implementation_are_those_of_dense(name):
         assert (one[own == 0] == 0).all()
 
 
+def chosen(task, asked=None):
+    return attend_by_first(task, asked, lambda name: name)
+
+
 CPU = Task("cpu", jnp.dtype("bfloat16"), 72, tokens=1024, windows=False, spread=False)
 GPU = replace(CPU, platform="gpu")
 
@@ -302,7 +306,7 @@ GPU = replace(CPU, platform="gpu")
 )
 def test_what_is_chosen_where_nothing_is_asked_for(task, expected, monkeypatch):
     monkeypatch.setattr(implementations, "find_spec", lambda name: None)  # without tokamax
-    assert choose(task) == expected
+    assert chosen(task) == expected
 
 
 @pytest.mark.parametrize(
@@ -321,10 +325,10 @@ def test_a_refusal_says_why_and_the_next_one_is_taken(asked, task, why, caplog, 
     monkeypatch.setattr(implementations, "find_spec", lambda name: None if "pip" in why else object())
     implementations._warn.cache_clear()
     with caplog.at_level("WARNING"):
-        chosen = choose(task, asked)
-        choose(task, asked)
-    assert chosen in ("blocks", "tokamax", "cudnn")
-    assert chosen != asked
+        other = chosen(task, asked)
+        chosen(task, asked)
+    assert other in ("blocks", "tokamax", "cudnn")
+    assert other != asked
     (record,) = caplog.records  # once
     assert re.search(why, record.message)
     assert f"attention='{asked}'" in record.message
@@ -341,6 +345,28 @@ def test_an_encoder_gives_the_same_rows_with_every_implementation(name, folder, 
     asked = jaxenc.load(folder, **settings, mesh=mesh, attention=name)
     for rows, one in zip(asked.encode_items(items), expected, strict=True):
         assert np.abs(rows - one).max() <= 1e-5 * np.abs(one).max()
+
+
+def test_a_kernel_that_refuses_only_when_it_is_called_is_passed_over(caplog, monkeypatch):
+    monkeypatch.setattr(implementations, "find_spec", lambda name: None)
+
+    def attend(name):
+        if name == "cudnn":
+            raise NotImplementedError("these sizes are not supported")
+        return name
+
+    implementations._warn.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert attend_by_first(GPU, "cudnn", attend) == "blocks"
+    assert "NotImplementedError: these sizes are not supported" in caplog.text
+
+
+def test_what_goes_wrong_in_other_implementations_is_no_refusal():
+    def attend(name):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        attend_by_first(CPU, None, attend)
 
 
 def test_an_implementation_that_is_not_known_is_refused():

@@ -10,7 +10,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from jaxenc.layers.blocks import block_attention
-from jaxenc.layers.implementations import IMPLEMENTATIONS, Task, choose, dense_attention
+from jaxenc.layers.implementations import (
+    IMPLEMENTATIONS,
+    AttentionName,
+    Task,
+    attend_by_first,
+    dense_attention,
+)
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.norms import RMSNorm
 from jaxenc.layers.parameters import Shard
@@ -114,10 +120,13 @@ def _attend(query: Heads, key: Heads, value: Heads, *, schedule: Schedule, shard
         windows=schedule.window is not None,
         spread=schedule.spread is not None,
     )
-    name = choose(task, shard.attention)
-    if name == "blocks" and schedule.starts is not None:
-        return _attend_in_blocks(query, key, value, schedule, shard)
-    return _attend_in_stretches(query, key, value, schedule, shard, IMPLEMENTATIONS[name].attend)
+
+    def attend(name: AttentionName) -> Heads:
+        if name == "blocks" and schedule.starts is not None:
+            return _attend_in_blocks(query, key, value, schedule, shard)
+        return _attend_in_stretches(query, key, value, schedule, shard, IMPLEMENTATIONS[name].attend)
+
+    return attend_by_first(task, shard.attention, attend)
 
 
 def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,13 @@ from jaxenc.layers.blocks import BLOCK, all_pairs, block_attention
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 AttentionName = Literal["dense", "blocks", "cudnn", "tokamax"]
 SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
 MASKED = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
+KERNELS = ("cudnn", "tokamax")
+# how they say that sizes or devices are not theirs
+REFUSED = (NotImplementedError, RuntimeError, ExceptionGroup)
 FUSED_HEAD = 128  # channels of a head that cuDNN takes on every GPU
 
 
@@ -51,26 +55,31 @@ class Task:
     spread: bool
 
 
-def choose(task: Task, asked: AttentionName | None = None) -> AttentionName:
-    """The first implementation that does not refuse.
+def attend_by_first(task: Task, asked: AttentionName | None, attend: Callable[[AttentionName], T]) -> T:
+    """What the first implementation gives that does not refuse.
 
     Args:
         task: what is to be computed.
         asked: one to try before all others.
+        attend: computes it by the implementation of a name.
 
     Returns:
-        Its name. Refusals are logged: as a warning, once, where the implementation was asked for.
+        Its result. Refusals are logged: as a warning, once, where the implementation was asked for.
     """
-    if asked is not None:
-        refusal = IMPLEMENTATIONS[asked].refuses(task)
-        if refusal is None:
-            return asked
-        _warn(f"attention={asked!r} is not used for {task.tokens} tokens of {task.dtype.name}: {refusal}")
-    for name in _order(task):
+    for name in dict.fromkeys((*([asked] if asked else []), *_order(task))):
         refusal = IMPLEMENTATIONS[name].refuses(task)
         if refusal is None:
-            return name
-        logger.debug("attention by %s is not used for %s: %s", name, task, refusal)
+            try:
+                return attend(name)
+            except REFUSED as error:
+                if name not in KERNELS:
+                    raise
+                refusal = f"{type(error).__name__}: {error}"
+        message = f"attention={name!r} is not used for {task.tokens} tokens of {task.dtype.name}: {refusal}"
+        if name == asked:
+            _warn(message)
+        else:
+            logger.debug(message)
     raise AssertionError("blocks refuse nothing")
 
 
