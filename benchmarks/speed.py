@@ -3,6 +3,7 @@
     python -m benchmarks.speed                                    # every encoder, case and dtype
     python -m benchmarks.speed --encoder kimi_k25 --dtype bfloat16
     python -m benchmarks.speed --jax-python python3.12            # ours with that interpreter's JAX; may be repeated
+    python -m benchmarks.speed --peer-python peers/bin/python     # another JAX implementation too: benchmarks.peers
 
 Every engine is a process that stays, and they take turns: ours, the original as it is, the original compiled. Each case
 runs once unmeasured (compiling), then `--rounds` times.
@@ -19,6 +20,7 @@ from typing import Any
 
 from benchmarks.cases import sources
 from benchmarks.machine import load_average
+from benchmarks.peers import PEERS
 from benchmarks.process import Worker
 from benchmarks.results import RESULTS, Row, Table, keep
 from benchmarks.subjects import DTYPES, SUBJECTS, Subject, add_arguments
@@ -34,7 +36,8 @@ TABLE = Table(
         "Seconds from items to rows on the host, at the published sizes, with seeded random weights: medians over "
         "turns. Every engine is a process with as many threads as there are cores. `ratio` is our time over that of "
         "PyTorch's better one, its original as it is (scaled_dot_product_attention) or with every block compiled: "
-        "below 1 is in our favour. `peak share` is the FLOPs that the items take, padding not among them, over our "
+        "below 1 is in our favour. `flax s` is what the encoder takes that transformers 4.57 has in Flax, where it has "
+        "one. `peak share` is the FLOPs that the items take, padding not among them, over our "
         "time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype; `roofline` the "
         "same of the longer of two times, that of the FLOPs and that of reading all weights once. `compile s` is what "
         "our first call took longer than the others, `cached s` the same where XLA's persistent cache has the "
@@ -49,6 +52,7 @@ TABLE = Table(
         "ours s": lambda row: f"{row['ours_s']:.3g}",
         "torch s": lambda row: _seconds(row, "torch"),
         "compiled s": lambda row: _seconds(row, "torch.compile"),
+        "flax s": lambda row: f"{row['flax_s']:.3g}" if row.get("flax_s") else "-",
         "ratio": lambda row: f"{row['ratio_to_torch']:.2f}",
         "peak share": lambda row: f"{row['peak_share']:.0%}",
         "roofline": lambda row: f"{row['roofline_share']:.0%}",
@@ -70,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", action="append", help="some alone")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each engine")
     parser.add_argument("--jax-python", action="append", help="interpreters to run ours with; this one if not given")
+    parser.add_argument("--peer-python", help="an interpreter with transformers 4.57 and flax")
     parser.add_argument("--originals", nargs="+", choices=ORIGINALS, default=ORIGINALS, help="PyTorch's, some alone")
     args = parser.parse_args(argv)
     folder = args.results or (None if args.small else RESULTS)
@@ -90,8 +95,13 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 "JAX_COMPILATION_CACHE_DIR": f"{place}/cache",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             }
-            worker = Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
-            return stack.enter_context(worker)
+            return stack.enter_context(
+                Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
+            )
+
+        peer = None
+        if args.peer_python and subject.config.family in PEERS:
+            peer = stack.enter_context(Worker("benchmarks.peers", *options, python=args.peer_python))
 
         pythons = args.jax_python or [sys.executable]
         engines = [(engine, sys.executable) for engine in args.originals]
@@ -99,14 +109,18 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
         workers = {engine: start(*engine) for engine in engines}
         answers = [worker.ask("limits") for worker in workers.values()]
         limits = {what: max(answer[what] for answer in answers) for what in ("flops_per_s", "bytes_per_s")}
-        found = {}
-        for case in sources(subject.sized(folder)):
+        found: dict[str, dict[tuple[str, str], list[Row]]] = {}
+        peers: dict[str, list[float]] = {}
+        for case, (_, given) in sources(subject.sized(folder)).items():
             if args.case and case not in args.case:
                 continue
             taken: dict[tuple[str, str], list[Row]] = {engine: [] for engine in engines}
+            peers[case] = []
             for _ in range(args.rounds + 1):
                 for engine, worker in workers.items():
                     taken[engine].append(worker.ask(case) | {"load_average": load_average()})
+                if peer:
+                    peers[case].append(peer.ask(str(len(given)))["seconds"])
             found[case] = taken
             print(f"{subject.name} {dtype}: {case} done", file=sys.stderr, flush=True)
         host = {(python, case): workers["jaxenc", python].ask(f"host {case}") for python in pythons for case in found}
@@ -122,6 +136,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 cached=again[python].ask(case),
                 host=host[python, case],
             )
+            | ({"flax_s": statistics.median(peers[case][1:])} if peer else {})
             for case, taken in found.items()
             for python in pythons
         ]
