@@ -1,11 +1,13 @@
 """The command line: checkpoints-convert inspect | convert | verify | export."""
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import typer
 
 import checkpoints_convert
@@ -47,7 +49,14 @@ def options(version: Version = False) -> None:
 def inspect(
     src: Src, revision: Revision = None, as_json: Json = False, quiet: Quiet = False, debug: Debug = False
 ) -> None:
-    """What towers, tensors and bytes are there, and which would be read; fails where `convert` would."""
+    """What towers, tensors and bytes are there, and which would be read; fails where `convert` would.
+
+    Of a converted checkpoint: what it holds, and where that came from.
+    """
+    if checkpoints_convert.is_checkpoint(src):
+        converted, said = _inspect_converted(src)
+        Output(as_json, quiet).result(converted, said)
+        return
     source = checkpoints_convert.open_source(src, revision=revision)
     towers = published_configs(source.config, name=source.name)
     mappings = {config.family: checkpoints_convert.detect(source, config.mappings()) for config in towers}
@@ -228,6 +237,37 @@ def export(
             dst, mapping, out, max_shard_bytes=most, overwrite=overwrite, progress=progress
         )
     output.result(data, f"{out}: {', '.join(files)}\n{claim.text}")
+
+
+def _inspect_converted(path: str) -> tuple[dict[str, Any], str]:
+    """What there is in a converted checkpoint, as JSON and in words."""
+    metadata, claim = checkpoints_convert.read_metadata(path), checkpoints_convert.export_claim(path)
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, stored in checkpoints_convert.stored_targets(path).items():
+        size, dtype = math.prod(stored.shape), jnp.dtype(stored.dtype)
+        tensors[name] = {"shape": list(stored.shape), "dtype": dtype.name, "size_bytes": size * dtype.itemsize}
+    provenance = {key: value for key, value in metadata["provenance"].items() if key != "tensors"}
+    found: dict[str, Any] = {
+        "source": path,
+        "converted": True,
+        "encoder": metadata["family"],
+        "sizes": metadata["sizes"],
+        "provenance": provenance,
+        "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
+        "size_bytes": sum(tensor["size_bytes"] for tensor in tensors.values()),
+        "exact": claim.exact,
+        "claim": claim.text,
+        "tensors": tensors,
+    }
+    dtypes = ", ".join(sorted({tensor["dtype"] for tensor in tensors.values()}))
+    lines = [
+        f"{path}: a converted checkpoint of {found['encoder']}, {len(tensors)} tensors, "
+        f"{found['parameters'] / 1e6:,.1f} M parameters, {found['size_bytes'] / 1e6:,.1f} MB ({dtypes})"
+    ]
+    if "source" in provenance:
+        revision = f" at revision {provenance['revision']}" if provenance.get("revision") else ""
+        lines.append(f"from {provenance['source']}{revision}, {provenance['layout']} layout")
+    return found, "\n".join([*lines, claim.text])
 
 
 def parse_size(text: str) -> int:

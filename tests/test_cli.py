@@ -425,6 +425,32 @@ def test_inspect_says_what_would_be_read(command, as_json, kimi_folder):
     assert "language_model.* (4)" in out
 
 
+def test_inspect_says_what_a_converted_checkpoint_holds_and_where_it_came_from(
+    command, as_json, converted, kimi_folder, tmp_path
+):
+    found = as_json(convert_app, "inspect", converted)
+    before = as_json(convert_app, "inspect", kimi_folder)["towers"]["kimi_k25"]
+    assert (found["converted"], found["encoder"]) == (True, "kimi_k25")
+    assert (found["parameters"], found["size_bytes"]) == (before["parameters"], before["size_bytes"])
+    assert found["provenance"]["source"] == str(kimi_folder)
+    assert found["exact"] is True
+    assert found["tensors"]["layers/mlp/up/kernel"] == {
+        "shape": [2, 96, 64],
+        "dtype": "bfloat16",
+        "size_bytes": 2 * 2 * 96 * 64,
+    }
+    code, out, err = command(convert_app, "inspect", converted)
+    assert (code, err) == (0, "")
+    assert f"from {kimi_folder}, original layout" in out
+    assert "every tensor is the source's, bit for bit" in out
+    # what a program saved came from nowhere that is known
+    jaxenc.from_config("whisper:tiny.en").save(tmp_path / "saved")
+    code, out, err = command(convert_app, "inspect", tmp_path / "saved")
+    assert code == 0
+    assert "a converted checkpoint of whisper" in out
+    assert "written by a program" in out
+
+
 def test_convert_writes_a_checkpoint_and_refuses_to_overwrite(command, as_json, converted, kimi_folder, tmp_path):
     dst = tmp_path / "kimi"
     data = as_json(convert_app, "convert", kimi_folder, dst, "--dtype", "float32")
