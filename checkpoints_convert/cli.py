@@ -18,7 +18,7 @@ from jaxenc.console import Debug, Json, Output, Quiet, Version
 from jaxenc.encoder import checkpoint_metadata
 from jaxenc.loading import StoredEncoder, open_checkpoint
 from jaxenc.models import published_configs
-from jaxenc.progress import bytes_progress
+from jaxenc.progress import BytesBar
 
 app = typer.Typer(
     help="PyTorch checkpoints <-> checkpoints for JAX: only the bytes that are needed, both ways.",
@@ -101,7 +101,8 @@ def convert(
         raise typer.BadParameter(f"--dtype {dtype}: it can be {', '.join(DTYPES)}")
     output = Output(as_json, quiet)
     check_destination(dst, source=src, overwrite=overwrite)
-    stored = open_checkpoint(src, tower=tower, revision=revision)
+    bar = BytesBar(shown=not quiet)
+    stored = open_checkpoint(src, tower=tower, revision=revision, progress=bar.fetched)
     source = stored.source or src
     read = _read(stored)
     data: dict[str, Any] = {"source": src, "destination": str(dst), "encoder": stored.config.family}
@@ -115,7 +116,7 @@ def convert(
         lines.append(f"would write {stored.config.family}: {size_bytes / 1e6:,.1f} MB of {dtypes} in {dst}")
         output.result(data | {"read_bytes_by_file": read}, "\n".join(lines))
         return
-    with bytes_progress(f"converting {src}", sum(read.values()), shown=not quiet) as progress:
+    with bar.counting(f"converting {src}", sum(read.values())) as progress:
         done = checkpoints_convert.convert_checkpoint(
             source,
             stored.mapping,
@@ -159,10 +160,11 @@ def verify(
         _verify_checksums(src, output)
         return
     stored = open_checkpoint(dst)
-    source = checkpoints_convert.open_source(src, revision=revision)
+    bar = BytesBar(shown=not quiet)
+    source = checkpoints_convert.open_source(src, revision=revision, progress=bar.fetched)
     mapping = checkpoints_convert.detect(source, stored.config.mappings())
     total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
-    with bytes_progress(f"verifying {dst}", total, shown=not quiet) as progress:
+    with bar.counting(f"verifying {dst}", total) as progress:
         report = checkpoints_convert.verify(source, mapping, dst, progress=progress)
     data = {
         "source": src,
@@ -232,7 +234,7 @@ def export(
             "\n".join([*lines, claim.text]),
         )
         return
-    with bytes_progress(f"exporting {dst}", total, shown=not quiet) as progress:
+    with BytesBar(shown=not quiet).counting(f"exporting {dst}", total) as progress:
         checkpoints_convert.export_checkpoint(
             dst, mapping, out, max_shard_bytes=most, overwrite=overwrite, progress=progress
         )
@@ -288,7 +290,7 @@ def parse_size(text: str) -> int:
 
 def _verify_checksums(dst: str, output: Output) -> None:
     total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
-    with bytes_progress(f"verifying {dst}", total, shown=not output.quiet) as progress:
+    with BytesBar(shown=not output.quiet).counting(f"verifying {dst}", total) as progress:
         same, differing, without = checkpoints_convert.verify_checksums(dst, progress)
     data = {
         "destination": dst,

@@ -1,6 +1,6 @@
 """load, from_config and plan: config -> names and shapes -> plan -> weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -293,8 +293,19 @@ def open_checkpoint(
     tower: str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> StoredEncoder:
     """Finds the encoder in a checkpoint; reads its config and headers, no tensor.
+
+    Args:
+        src: as `load` takes it.
+        tower: "vision" or "audio", where the checkpoint has both.
+        revision: of a hub repository.
+        token: for the hub.
+        progress: called with (bytes fetched, bytes to fetch) while tensors come from the hub, from any thread.
+
+    Returns:
+        What it is, and how to read it.
 
     Raises:
         CheckpointError: it is not there, or broken.
@@ -310,7 +321,7 @@ def open_checkpoint(
             {**metadata["provenance"], "config": metadata["config"]},
             path=Path(src),
         )
-    source = checkpoints_convert.open_source(src, revision=revision, token=token)
+    source = checkpoints_convert.open_source(src, revision=revision, token=token, progress=progress)
     config = _one_tower(published_configs(source.config, name=source.name), tower=tower, name=source.name)
     mapping = checkpoints_convert.detect(source, config.mappings())
     problems = mapping.check(source)

@@ -51,30 +51,48 @@ def with_progress(results: Generator[Any, None, None], *, what: str, total: int 
     return shown
 
 
-@contextmanager
-def bytes_progress(what: str, total_bytes: int, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives what is to be called with the bytes of each step; they are counted on stderr where that is a terminal.
+class BytesBar:
+    """Bytes that are worked on, and those that are fetched for it, counted on stderr where that is a terminal.
 
     Args:
-        what: is done, such as "converting".
-        total_bytes: of all steps.
         shown: nothing is shown if not.
     """
-    from rich import progress
-    from rich.console import Console
 
-    console = Console(stderr=True)
-    if not (shown and (console.is_interactive or console.is_jupyter)):
-        yield lambda size_bytes: None
-        return
-    with progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        redirect_stdout=sys.stdout.isatty(),
-    ) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda size_bytes: bar.advance(task, size_bytes)
+    def __init__(self, *, shown: bool = True):
+        """Shows nothing yet."""
+        self._shown = shown
+        self._fetched: Callable[[int, int], None] = lambda fetched, total: None
+
+    def fetched(self, fetched: int, total: int) -> None:
+        """So many bytes of so many have come; shown within `counting`, from any thread."""
+        self._fetched(fetched, total)
+
+    @contextmanager
+    def counting(self, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Gives what is to be called with the bytes of each step.
+
+        Args:
+            what: is done, such as "converting".
+            total_bytes: of all steps.
+        """
+        from rich import progress
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        if not (self._shown and (console.is_interactive or console.is_jupyter)):
+            yield lambda size_bytes: None
+            return
+        with progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            console=console,
+            redirect_stdout=sys.stdout.isatty(),
+        ) as bar:
+            # seen from the first byte on that comes over the network
+            fetching = bar.add_task("fetching", total=None, visible=False)
+            task = bar.add_task(what, total=total_bytes)
+            self._fetched = lambda fetched, total: bar.update(fetching, completed=fetched, total=total, visible=True)
+            yield lambda size_bytes: bar.advance(task, size_bytes)

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from tests.checkpoints_convert import tiny
 from tests.checkpoints_convert.hub import COMMIT, Hub
+from tests.parity.checkpoints import kimi_k25
 
 LANGUAGE = "model-00001-of-00003.safetensors"
 # The endpoint is read when huggingface_hub is imported, so that each case runs in a process of its own.
@@ -47,8 +48,8 @@ def hub(tmp_path, tower) -> Iterator[Hub]:
     hub.close()
 
 
-def run(hub, tmp_path, *cases, offline=False, script=SCRIPT):
-    """What opening and loading each (name, revision, token) came to, in a process of its own."""
+def command_line(hub, tmp_path, *arguments, offline=False, **environment):
+    """Python in a process of its own, for which this is the hub."""
     env = os.environ | {
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(tmp_path / "home"),
@@ -58,8 +59,15 @@ def run(hub, tmp_path, *cases, offline=False, script=SCRIPT):
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     env.pop("HF_TOKEN", None)
-    command = [sys.executable, "-c", script, json.dumps(tiny.KIMI), json.dumps(cases)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=env | environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def run(hub, tmp_path, *cases, offline=False, script=SCRIPT):
+    """What opening and loading each (name, revision, token) came to."""
+    done = command_line(hub, tmp_path, "-c", script, json.dumps(tiny.KIMI), json.dumps(cases), offline=offline)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]) if cases else []
 
@@ -176,3 +184,18 @@ def test_pickles_of_a_hub_are_downloaded_whole(hub, tmp_path, tower):
     torch.save(tensors, tmp_path / "repo" / "pytorch_model.bin")
     (report,) = run(hub, tmp_path, ("org/tiny", None, None))
     assert report["sum"] == pytest.approx(total(tower), rel=1e-5)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_bar_shows_what_is_fetched_and_what_is_converted(tmp_path, quiet):
+    hub = Hub(kimi_k25().write(tmp_path / "repo", dtype="bfloat16"))
+    try:
+        program = "from checkpoints_convert.cli import main; main()"
+        arguments = ["convert", "org/tiny", "converted", *(["--quiet"] if quiet else [])]
+        done = command_line(hub, tmp_path, "-c", program, *arguments, FORCE_COLOR="1", COLUMNS="120")
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "converted").is_dir()
+        for shown in ("fetching", "converting org/tiny"):
+            assert (shown in done.stderr) != quiet
+    finally:
+        hub.close()
