@@ -14,7 +14,7 @@ if nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null; then
 else
   echo "no NVIDIA GPU here: a trial on CPU, of small models"
   extras="media,test,parity" results=$(mktemp -d) small=(--small)
-  export JAX_PLATFORMS=cpu
+  export JAX_PLATFORMS=cpu XLA_FLAGS=
 fi
 # PyTorch's processes need memory beside ours
 export XLA_PYTHON_CLIENT_PREALLOCATE=false

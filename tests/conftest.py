@@ -21,13 +21,11 @@ import pytest
 import jaxenc
 from jaxenc import demo
 from jaxenc.models import kimi_k25, qwen3_omni_audio
+from tests.devices import DEVICES
 
 # the published numbers of heads, which decide what divides, and little else
 KIMI = replace(kimi_k25.Config(), layers=2, embed=64, mlp=96, position_h=16, position_w=12, out=24)
 QWEN = replace(qwen3_omni_audio.Config(), layers=2, embed=80, mlp=120, mel=32, channels=8, out=24)
-
-
-DEVICES = 8
 
 
 @contextmanager

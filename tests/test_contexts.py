@@ -10,6 +10,7 @@ import jaxenc
 from jaxenc import Budget
 from jaxenc.layers.parameters import flatten
 from tests.conftest import KIMI, QWEN
+from tests.devices import eight
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 ITEMS = {
@@ -25,7 +26,7 @@ BUDGETS = {KIMI: Budget(64, 8), QWEN: Budget(104, 8)}
 def mesh_of(kind, *, devices=None, **shape):
     """A mesh whose axes are all of one kind, or each of its own."""
     kinds = kind if isinstance(kind, tuple) else (kind,) * len(shape)
-    found = jax.devices() if devices is None else devices
+    found = eight() if devices is None else devices
     size = int(np.prod([*shape.values()]))
     return Mesh(np.array(found[:size]).reshape(*shape.values()), tuple(shape), axis_types=kinds)
 
@@ -38,7 +39,7 @@ AROUND = {
     "another, Explicit": mesh_of(EXPLICIT, x=4, y=2),
     "half Explicit": mesh_of((EXPLICIT, AUTO), x=4, y=2),
 }
-FEWER = {"Auto": mesh_of(AUTO, x=4, devices=jax.devices()[2:]), "Explicit": mesh_of(EXPLICIT, x=4)}
+FEWER = {"Auto": mesh_of(AUTO, x=4, devices=eight()[2:]), "Explicit": mesh_of(EXPLICIT, x=4)}
 
 
 def made(config, mesh, **settings):
@@ -197,7 +198,7 @@ def test_a_mesh_of_other_devices_is_no_matter_outside_jit_and_an_error_in_it(enc
 
 
 def test_as_many_other_devices_or_another_order_are_no_matter_outside_jit(expected):
-    for devices, around in ((jax.devices()[2:6], jax.devices()[:4]), (jax.devices(), jax.devices()[::-1])):
+    for devices, around in ((eight()[2:6], eight()[:4]), (eight(), eight()[::-1])):
         encoder = made(QWEN, jaxenc.make_mesh(model=len(devices), devices=devices))
         batch = encoder.pack(ITEMS[QWEN])
         with jax.set_mesh(mesh_of(EXPLICIT, model=len(devices), devices=around)):
@@ -255,7 +256,7 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_other_meshes_give_the_same_inside_an_explicit_mesh_too(expected, name):
     shape, rules, heads = MESHES[name]
-    devices = jax.devices()[2:6] if name == "some devices" else None
+    devices = eight()[2:6] if name == "some devices" else None
     mesh = mesh_of(AUTO, devices=devices, **shape)
     encoder = made(KIMI, mesh, strategy="tensor", rules=rules and rules_on(mesh, **rules))
     assert encoder.plan.parts("heads") == heads

@@ -19,6 +19,7 @@ from jaxenc import Budget, InputError
 from jaxenc.layers.parameters import declared, flatten
 from jaxenc.models import abstract_module, whisper
 from tests.conftest import KIMI
+from tests.devices import eight
 
 SPEECH = "jaxenc/assets/sense_and_sensibility.flac"
 # recordings of two seconds
@@ -469,19 +470,19 @@ def test_random_weights_are_the_same_on_every_mesh_and_differ_between_seeds():
 def test_rows_go_where_out_sharding_says(kimi_8, pictures, photo):
     expected = kimi_8.encode_items(pictures)
     # on another mesh, of other devices, in another order: where a language model would be
-    language = Mesh(np.array(jax.devices()[::-1][:4]), ("tensor",))
+    language = Mesh(np.array(eight()[::-1][:4]), ("tensor",))
     target = NamedSharding(language, PartitionSpec(None, "tensor"))
     got = kimi_8.encode_items(pictures, out_sharding=target)
     assert all(isinstance(rows, jax.Array) and rows.sharding == target for rows in got)
     assert_same(got, expected)
     # on one device of the encoder's own
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[5])
+    device = jax.sharding.SingleDeviceSharding(eight()[5])
     (rows,) = kimi_8.encode(images=[photo], out_sharding=device)
-    assert rows.devices() == {jax.devices()[5]}
+    assert rows.devices() == {eight()[5]}
 
 
 def test_out_sharding_leaves_skipped_ones_none(kimi, photo):
-    replicated = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec())
+    replicated = NamedSharding(Mesh(np.array(eight()[:2]), ("x",)), PartitionSpec())
     rows = kimi.encode(images=[b"bad", photo], on_error="skip", out_sharding=replicated)
     assert rows[0] is None
     assert rows[1].sharding == replicated
@@ -550,7 +551,7 @@ def assert_rows(encoder, pictures, kimi_rows):
 
 
 def test_rules_may_name_other_mesh_axes(kimi_folder, pictures, kimi_rows):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tp"))
+    mesh = Mesh(np.array(eight()).reshape(2, 4), ("fsdp", "tp"))
     rules = jaxenc.default_rules(mesh).replace(
         **dict.fromkeys(("heads", "mlp", "projector_mlp", "stem_length", "projector_length"), "tp"),
         batch="fsdp",
@@ -566,7 +567,7 @@ def test_rules_may_name_other_mesh_axes(kimi_folder, pictures, kimi_rows):
 
 
 def test_a_tensor_axis_is_taken_for_the_weights_and_others_for_the_batch(kimi_folder):
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "tensor"))
+    mesh = Mesh(np.array(eight()).reshape(2, 4), ("fsdp", "tensor"))
     encoder = jaxenc.load(kimi_folder, mesh=mesh, strategy="tensor")
     assert encoder.plan.spec("batch", "length", "heads") == PartitionSpec("fsdp", None, "tensor")
     assert encoder.plan.rows_parts == 2
@@ -579,20 +580,20 @@ def test_a_rule_for_an_axis_the_mesh_lacks_is_an_error(kimi_folder):
 
 
 def test_a_mesh_of_some_devices_uses_no_others(kimi_folder, pictures, kimi_rows):
-    chosen = jax.devices()[3:7]
+    chosen = eight()[3:7]
     encoder = jaxenc.load(kimi_folder, mesh=jaxenc.make_mesh(model=4, devices=chosen), dtype="float32")
     assert {d for leaf in jax.tree.leaves(encoder.params) for d in leaf.devices()} == set(chosen)
     assert_rows(encoder, pictures, kimi_rows)
 
 
 def test_a_single_device_need_not_be_the_first(kimi_folder, kimi, photo):
-    encoder = jaxenc.load(kimi_folder, mesh=jaxenc.make_mesh(devices=jax.devices()[6:]), dtype="float32")
-    assert {d for leaf in jax.tree.leaves(encoder.params) for d in leaf.devices()} == {jax.devices()[6]}
+    encoder = jaxenc.load(kimi_folder, mesh=jaxenc.make_mesh(devices=eight()[6:]), dtype="float32")
+    assert {d for leaf in jax.tree.leaves(encoder.params) for d in leaf.devices()} == {eight()[6]}
     assert_close(encoder.encode(images=[photo])[0], kimi.encode(images=[photo])[0])
 
 
 def explicit_mesh():
-    return jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    return jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=eight())
 
 
 def test_an_explicit_mesh_is_as_good_as_an_auto_one(kimi_folder, pictures, kimi_rows):

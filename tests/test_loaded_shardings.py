@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -11,6 +10,7 @@ import jaxenc
 from checkpoints_convert.cli import app
 from jaxenc import console
 from jaxenc.layers.parameters import flatten
+from tests.devices import eight
 
 PADDED = {"attention": "pad", "mlp": "pad"}
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -66,7 +66,7 @@ def whole(kimi_folder, qwen_folder):
 
 @pytest.mark.parametrize(("shape", "kind", "strategy", "kimi", "qwen"), CASES)
 def test_every_array_lies_where_it_was_planned_to(folders, whole, shape, kind, strategy, kimi, qwen):
-    devices = np.array(jax.devices()[-math.prod(shape.values()) :]).reshape(*shape.values())
+    devices = np.array(eight()[-math.prod(shape.values()) :]).reshape(*shape.values())
     mesh = Mesh(devices, tuple(shape), axis_types=(kind,) * len(shape))
     for folder, expected, (taken, heads, mlp, parts) in zip(folders, whole, (kimi, qwen), strict=True):
         encoder = jaxenc.load(folder, mesh=mesh, dtype="float32", strategy=strategy)

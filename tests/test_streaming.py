@@ -24,6 +24,7 @@ from jaxenc import Budget, InputError, VisionItem, encoder, reading
 from jaxenc.models import kimi_k25
 from jaxenc.reading import AHEAD, read_ahead
 from tests.conftest import KIMI
+from tests.devices import eight
 
 BUDGET = Budget(64, 1)  # 16 pictures of 4 patches
 
@@ -145,7 +146,7 @@ def test_the_windows_of_a_recording_may_come_in_several_batches(qwen_folder):
 
 
 def test_results_of_a_stream_live_where_they_shall(kimi, photos, expected):
-    device = SingleDeviceSharding(jax.devices()[5])
+    device = SingleDeviceSharding(eight()[5])
     results = list(kimi.encode(images=iter(photos[:20]), out_sharding=device))
     assert all(isinstance(rows, jax.Array) and rows.sharding == device for rows in results)
     assert_same(results, kimi.encode(images=photos[:20]))

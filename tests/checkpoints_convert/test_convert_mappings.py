@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from checkpoints_convert import Entry, Mapping, Reorder, Target, detect, load_parameters, mappings, open_source
 from tests.checkpoints_convert import tiny
+from tests.devices import eight
 
 KIMI = mappings.kimi_k25.mappings(**tiny.KIMI)
 QWEN = mappings.qwen3_omni_audio.mappings(**tiny.QWEN)
@@ -57,9 +58,9 @@ CHECKPOINTS = [
 
 @pytest.fixture
 def mesh() -> jax.sharding.Mesh:
-    if len(jax.devices()) < 8:
+    if len(eight()) < 8:
         pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    return jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+    return jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,), devices=eight()[:8])
 
 
 def load(path, candidates, dtype="bfloat16", specs=None, mesh=None):

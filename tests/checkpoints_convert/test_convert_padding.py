@@ -23,6 +23,7 @@ from checkpoints_convert import (
     strip_padding,
 )
 from tests.checkpoints_convert import tiny
+from tests.devices import eight
 
 P = PartitionSpec
 # 2 layers, 20 heads of 4, 8 channels
@@ -87,9 +88,9 @@ CASES = [
 
 
 def mesh(devices, axis_type=AxisType.Auto):
-    if len(jax.devices()) < devices:
+    if len(eight()) < devices:
         pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
-    return jax.make_mesh((devices,), ("model",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    return jax.make_mesh((devices,), ("model",), axis_types=(axis_type,), devices=eight()[:devices])
 
 
 def tensors():
@@ -225,10 +226,10 @@ def test_what_is_cut_is_sharded_where_it_divides(shape, spec, stored, expected, 
 
 
 def test_two_mesh_axes_move_apart_or_together():
-    if len(jax.devices()) < 8:
+    if len(eight()) < 8:
         pytest.skip("needs XLA_FLAGS=--xla_force_host_platform_device_count=8")
     axis_types = (AxisType.Auto, AxisType.Auto)
-    on = jax.make_mesh((2, 4), ("data", "model"), axis_types=axis_types, devices=jax.devices()[:8])
+    on = jax.make_mesh((2, 4), ("data", "model"), axis_types=axis_types, devices=eight()[:8])
     value = np.random.default_rng(0).standard_normal((24, 8, 4, 16)).astype(np.float32)
     for spec, stored, expected in (
         (P(("data", "model")), (20, 8, 4, 16), P(None, ("data", "model"), None, None)),

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding_rules import AxisRules, GroupWork, Parameter, Plan, Workload, resolve
+from tests.devices import eight
 
 MESH_AXES = ("data", "model", "fsdp", "tensor", "expert", "replica")
 MESH_SIZES = [sizes for n in (1, 2, 3) for sizes in np.ndindex(*(9,) * n) if 0 < math.prod(sizes) <= 8]
@@ -52,7 +52,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
     """One to three axes over some of the eight devices in any order, Auto or Explicit or both."""
     sizes = draw(st.sampled_from(MESH_SIZES))
     names = tuple(draw(st.permutations(MESH_AXES)))[: len(sizes)]
-    devices = draw(st.permutations(jax.devices()))[: math.prod(sizes)]
+    devices = draw(st.permutations(eight()))[: math.prod(sizes)]
     kinds = tuple(draw(st.sampled_from([AxisType.Auto, AxisType.Explicit])) for _ in sizes)
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=kinds)
 

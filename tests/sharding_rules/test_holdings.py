@@ -1,16 +1,16 @@
 import json
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from sharding_rules import AxisRules, make_mesh
+from tests.devices import eight
 
 
 def mesh_of(**shape):
     """Eight devices, not in the order of their numbers."""
-    return Mesh(np.array(jax.devices()[:8])[::-1].reshape(*shape.values()), tuple(shape))
+    return Mesh(np.array(eight()[:8])[::-1].reshape(*shape.values()), tuple(shape))
 
 
 PLANS = {

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
 from sharding_rules import IndivisibleAxisError
+from tests.devices import eight
 
 SHAPES = [(1,), (3,), (7,), (8,), (1, 8), (2, 4), (4, 2), (8, 1), (1, 6), (2, 3), (2, 2, 2), (1, 2, 4), (2, 1, 3)]
 NAMES = {1: ("model",), 2: ("data", "model"), 3: ("data", "model", "expert")}
@@ -28,7 +29,7 @@ CHOICES = ["auto", "tensor", "hybrid", "data", "replicate", {"attention": "repli
     kind=st.sampled_from([AxisType.Auto, AxisType.Explicit]),
 )
 def test_jax_accepts_every_plan_and_heads_are_never_cut(tower, shape, heads, mlp, projector, units, strategy, kind):
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    devices = np.array(eight()[: math.prod(shape)]).reshape(shape)
     mesh = Mesh(devices, NAMES[len(shape)], axis_types=(kind,) * len(shape))
     small = tower(heads=heads, mlp=mlp, projector=projector, units=tuple(units), rules=tower().rules.for_mesh(mesh))
     try:
@@ -69,7 +70,7 @@ def test_jax_accepts_every_plan_and_heads_are_never_cut(tower, shape, heads, mlp
 )
 def test_a_transformer_block_computes_the_same_under_every_plan(tower, shape, heads, strategy):
     small = tower(heads=heads, mlp=heads * 6)
-    mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ("data", "model"))
+    mesh = Mesh(np.array(eight()[: math.prod(shape)]).reshape(shape), ("data", "model"))
     plan = small.plan(mesh)
     assert plan.strategy == strategy
     random = np.random.default_rng(0)

@@ -1,6 +1,5 @@
 import re
 
-import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -14,6 +13,7 @@ from sharding_rules import (
     make_mesh,
     resolve,
 )
+from tests.devices import eight
 
 
 def test_tensor_that_does_not_divide_says_what_why_and_the_ways_out(tower):
@@ -309,8 +309,8 @@ def test_an_abstract_mesh_gives_the_plan_of_the_devices(tower):
 
 
 def test_a_subset_of_the_devices(tower):
-    plan = tower().plan(make_mesh(model=3, devices=jax.devices()[4:]))
-    assert plan.sharding("layers/mlp/up/kernel").device_set == set(jax.devices()[4:7])
+    plan = tower().plan(make_mesh(model=3, devices=eight()[4:]))
+    assert plan.sharding("layers/mlp/up/kernel").device_set == set(eight()[4:7])
 
 
 def test_a_name_that_a_split_would_need_is_no_obstacle_to_what_splits_nothing(tower):
