@@ -38,7 +38,7 @@ class Table:
 
 
 def keep(table: Table, rows: Sequence[Row], *, folder: Path | None, note: str = "") -> None:
-    """Prints the rows, and writes them beside those that other versions left on this machine.
+    """Prints the rows, and writes them beside those that other versions and machines left.
 
     Args:
         table: what they are rows of.
@@ -52,21 +52,28 @@ def keep(table: Table, rows: Sequence[Row], *, folder: Path | None, note: str = 
     if folder is None:
         return
     here, stored = machine(), folder / f"{table.name}.json"
-    fresh = {table.key(row): row | ({"note": note} if note else {}) for row in rows}
-    before = json.loads(stored.read_text()) if stored.exists() else {}
-    kept = before["rows"] if before.get("machine") == here else []
+    fresh = {table.key(row): row | {"machine": here} | ({"note": note} if note else {}) for row in rows}
+    kept = json.loads(stored.read_text())["rows"] if stored.exists() else []
     merged = {table.key(row): row for row in kept} | fresh
     ordered = [merged[key] for key in sorted(merged)]
     folder.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps({"machine": here, "rows": ordered}, indent=1) + "\n")
     notes = list(dict.fromkeys(row["note"] for row in ordered if "note" in row))
-    versions = list(dict.fromkeys(", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in ordered))
-    parts = [
-        f"# {table.title}",
-        table.text,
-        table.markdown(ordered),
-        *notes,
-        "Machine: " + ", ".join(f"{name} {value}" if name == "cores" else value for name, value in here.items()) + ".",
-        "Versions:\n\n" + "\n".join(f"* {line}" for line in versions),
+    ran_on: dict[tuple[str, str], list[str]] = {}
+    for row in ordered:
+        ran_on.setdefault((described(row["machine"]), _versions(row)), []).append(row.get("encoder", ""))
+    lines = [
+        f"* {where}; {versions}" + (f": {', '.join(sorted({*encoders}))}" if len(ran_on) > 1 and encoders[0] else "")
+        for (where, versions), encoders in ran_on.items()
     ]
+    parts = [f"# {table.title}", table.text, table.markdown(ordered), *notes, "Measured on:\n\n" + "\n".join(lines)]
     (folder / f"{table.name}.md").write_text("\n\n".join(parts) + "\n")
+
+
+def described(machine: dict[str, str]) -> str:
+    """A machine in a line."""
+    return ", ".join(f"{name} {value}" if name == "cores" else value for name, value in machine.items())
+
+
+def _versions(row: Row) -> str:
+    return ", ".join(f"{name} {version}" for name, version in row["versions"].items())

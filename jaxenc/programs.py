@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxenc.layers.implementations import IMPLEMENTATIONS, AttentionName
+from jaxenc.layers.linear import products_in_parts
 from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import abstract_module
 from jaxenc.models.base import EncoderConfig
@@ -26,8 +27,8 @@ PRECISIONS = {"ieee": "highest", "tf32": "tensorfloat32"}
 # copies none, and takes a tenth of a second a layer longer to compile
 APART_TOKENS = 2048
 APART_BYTES = 2**20
-# Below so many tokens Eigen takes up to twice as long as YNNPACK for float32 products
-EIGEN_TOKENS = 1024
+# To here one product uses two threads badly in Eigen, and a third less time goes into two of half the channels each
+PARTS_TOKENS, PARTS = 512, 2
 
 
 class Programs:
@@ -94,29 +95,34 @@ class Programs:
     def lower(self, budget: Budget, params: Params) -> jax.stages.Lowered:
         """Its program, not compiled yet."""
         # the plan's own mesh, whatever mesh the caller has set around this
-        with jax.set_mesh(self.mesh):
+        parts = PARTS if self._eigen and budget.tokens <= PARTS_TOKENS else 1
+        with jax.set_mesh(self.mesh), products_in_parts(parts):
             return self.jitted.lower(params, self.shapes(budget), capture=())
 
     def program(self, budget: Budget, params: Params) -> jax.stages.Compiled:
         """Its program, compiled at the first call."""
         if budget not in self.compiled:
-            self.compiled[budget] = self.lower(budget, params).compile(compiler_options=self.options(budget))
+            self.compiled[budget] = self.lower(budget, params).compile(compiler_options=self.options())
         return self.compiled[budget]
 
-    def options(self, budget: Budget) -> dict[str, str | bool]:
+    def options(self) -> dict[str, str | bool]:
         """What the compiler is told."""
-        # XLA takes its CPU products from YNNPACK, whose float32 sums err 1.5 times as much as PyTorch's where vectors
-        # have 512 bits, and 2 to 3 times where they are narrower; without it they come from Eigen, and are as good as
-        # PyTorch's. Not on several (virtual) devices: their programs share one pool of threads, where Eigen can pack
-        # the next block over one that is still to be used
-        few = budget.tokens < EIGEN_TOKENS and _wide_vectors()
-        eigen = self._one_cpu and self.dtype == jnp.float32 and not few
-        return {"xla_cpu_experimental_ynn_fusion_type": ""} if eigen else {}
+        return {"xla_cpu_experimental_ynn_fusion_type": ""} if self._eigen else {}
 
     @property
     def _layer_bytes(self) -> int:
         stacked = (p.shape[1:] for p in self.plan.parameters.values() if p.axes[:1] == ("layers",))
         return self.dtype.itemsize * sum(map(math.prod, stacked))
+
+    @property
+    def _eigen(self) -> bool:
+        """Whether products come from Eigen.
+
+        XLA takes its CPU products from YNNPACK, whose float32 sums err 1.5 to 3 times as much as PyTorch's: most where
+        vectors are narrow. Eigen's are as good as PyTorch's. Not on several (virtual) devices: their programs share
+        one pool of threads, where Eigen can pack the next block over one that is still to be used.
+        """
+        return self._one_cpu and self.dtype == jnp.float32
 
     @property
     def _one_cpu(self) -> bool:
@@ -140,10 +146,3 @@ def _is_apart(leaf: Any) -> bool:
 
 def _stacked(leaf: Any) -> jax.Array:
     return jnp.stack(leaf) if _is_apart(leaf) else leaf
-
-
-def _wide_vectors() -> bool:
-    """Whether this CPU has AVX-512."""
-    found: Mapping[str, Any] = np.show_config(mode="dicts")["SIMD Extensions"]  # type: ignore[call-overload, index]
-    names = [*found.get("baseline", ()), *found.get("found", ())]
-    return any(name == "X86_V4" or name.startswith("AVX512") for name in names)

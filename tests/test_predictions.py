@@ -147,7 +147,7 @@ def _compiled(config, mesh, strategy, budget, scanned):
     with nullcontext() if scanned else unrolled():
         lowered = encoder._programs.lower(budget, encoder.params)
     # the same program, with half the time spent on its machine code
-    options = {**encoder._programs.options(budget), "xla_backend_optimization_level": 0}
+    options = {**encoder._programs.options(), "xla_backend_optimization_level": 0}
     return encoder, lowered.compile(compiler_options=options), *encoder._full(budget)
 
 

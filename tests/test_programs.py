@@ -1,13 +1,12 @@
 """How programs are compiled on CPU: which products they take, and layers in a loop or one after the other."""
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 
 import jaxenc
 from jaxenc import programs
+from jaxenc.layers.linear import Linear, products_in_parts
 from jaxenc.packing import Budget
 
 SMALL, LARGE = Budget(256, 1), Budget(1024, 1)
@@ -32,45 +31,48 @@ def pictures(config):
     ]
 
 
-def products_by_ynn(encoder, budget):
-    encoder.warmup([budget])
-    return "__ynn_fusion" in encoder.compiled[budget].as_text()
-
-
-def test_float32_products_come_from_eigen_but_those_of_few_tokens_where_vectors_are_wide(config, monkeypatch):
-    monkeypatch.setattr(programs, "_wide_vectors", lambda: True)
+def test_float32_products_on_cpu_come_from_eigen_in_two_parts_where_tokens_are_few(config):
     encoder = encoder_of(config, budgets=[SMALL, LARGE])
-    assert products_by_ynn(encoder, SMALL), "XLA no longer uses it: drop the compiler option"
-    assert not products_by_ynn(encoder, LARGE)
-    monkeypatch.setattr(programs, "_wide_vectors", lambda: False)
-    assert not products_by_ynn(encoder_of(config, budgets=[SMALL]), SMALL)
+    encoder.warmup()
+    for budget, parts in ((SMALL, 2), (LARGE, 1)):
+        assert "__ynn_fusion" not in encoder.compiled[budget].as_text()
+        half = f"f32[{parts},{config.mlp // parts},{budget.tokens}]" if parts > 1 else f"{budget.tokens},{config.mlp}]"
+        assert half in encoder.compiled[budget].as_text()
+    plain = jax.jit(lambda x: x @ x.T).lower(jax.ShapeDtypeStruct((256, 1280), "float32")).compile().as_text()
+    assert "__ynn_fusion" in plain, "XLA no longer uses it: drop the compiler option"
 
 
 def test_several_devices_and_bfloat16_take_what_xla_takes(config):
-    mesh = jaxenc.make_mesh(data=1, model=2)
-    assert encoder_of(config, mesh=mesh, budgets=[LARGE])._programs.options(LARGE) == {}
-    assert encoder_of(config, "bfloat16", budgets=[LARGE])._programs.options(LARGE) == {}
+    assert encoder_of(config, mesh=jaxenc.make_mesh(data=1, model=2))._programs.options() == {}
+    assert encoder_of(config, "bfloat16")._programs.options() == {}
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux says what its CPU has")
-def test_which_vectors_this_cpu_has_is_found_out():
-    assert programs._wide_vectors() == ("avx512f" in Path("/proc/cpuinfo").read_text())
+def test_products_in_parts_are_the_same_products():
+    layer = Linear({"heads": 3, "head_dim": 4}, {"mlp": 5, "embed": 2}, dtype="float32")
+    rng = np.random.default_rng(0)
+    layer.kernel[...] = rng.standard_normal((3, 4, 5, 2), np.float32)
+    layer.bias[...] = rng.standard_normal((3, 4), np.float32)
+    x = rng.standard_normal((2, 7, 5, 2), np.float32)
+    expected = np.einsum("bnme,hdme->bnhd", x, layer.kernel[...]) + layer.bias[...]
+    for parts in (1, 2, 4, 8):  # the last does not divide 12: 4 are made
+        with products_in_parts(parts):
+            np.testing.assert_allclose(layer(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_one_after_the_other_give_what_the_loop_gives(config, pictures, dtype, monkeypatch):
-    in_loop = encoder_of(config, dtype, budgets=[SMALL])
-    assert not in_loop._programs.apart(SMALL)  # its layers are too small to be worth it
+    in_loop = encoder_of(config, dtype, budgets=[LARGE])
+    assert not in_loop._programs.apart(LARGE)  # its layers are too small to be worth it
     expected = in_loop.encode_items(pictures)
     monkeypatch.setattr(programs, "APART_BYTES", 1)
-    apart = encoder_of(config, dtype, budgets=[SMALL])
-    assert apart._programs.apart(SMALL)
+    apart = encoder_of(config, dtype, budgets=[LARGE])
+    assert apart._programs.apart(LARGE)
     for rows, one in zip(apart.encode_items(pictures), expected, strict=True):
         np.testing.assert_allclose(rows, one, atol=1e-5 if dtype == "float32" else 2e-2)
     # nothing is as large as all layers together: they are not put into one array first
     stacked = f"[{config.layers},{config.mlp},{config.embed}]"
-    assert stacked in in_loop.compiled[SMALL].as_text()
-    assert stacked not in apart.compiled[SMALL].as_text()
+    assert stacked in in_loop.compiled[LARGE].as_text()
+    assert stacked not in apart.compiled[LARGE].as_text()
 
 
 def test_large_batches_and_several_devices_keep_the_loop(config, monkeypatch):

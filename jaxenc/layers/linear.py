@@ -1,7 +1,9 @@
 """Linear maps and convolutions in PyTorch's order: what the file holds, reshaped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxenc.layers.parameters import named_parameter
+
+_parts: ContextVar[int] = ContextVar("_parts", default=1)
+
+
+@contextmanager
+def products_in_parts(parts: int) -> Iterator[None]:
+    """Linear maps traced within make their channels in so many products of equal size, where they divide so."""
+    token = _parts.set(parts)
+    try:
+        yield
+    finally:
+        _parts.reset(token)
 
 
 class Linear(nnx.Module):
@@ -36,9 +50,18 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
         """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
         kernel = self.kernel[...]
-        x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
-        kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
-        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
+        out, lead = kernel.shape[: -self.contracted], x.shape[: -self.contracted]
+        parts = math.gcd(_parts.get(), math.prod(out))
+        if parts == 1:
+            x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
+            kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
+            y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
+        else:
+            kernels = kernel.reshape(parts, math.prod(out) // parts, -1)
+            # all tokens for every part: without a batch of them XLA makes one product again
+            tokens = jnp.broadcast_to(x.reshape(math.prod(lead), -1), (parts, math.prod(lead), kernels.shape[-1]))
+            y = jnp.einsum("pok,pnk->pon", kernels, tokens, preferred_element_type=jnp.float32)
+            y = y.reshape(math.prod(out), -1).T.reshape(*lead, *out)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(kernel.dtype)
