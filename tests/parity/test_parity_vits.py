@@ -422,7 +422,7 @@ def test_siglips_head_adds_its_mlp_to_what_is_not_normalised(subjects: Callable[
         attention, mlp, norm = model.head.attention, model.head.mlp, model.head.layernorm
 
         def pooled(x: torch.Tensor) -> torch.Tensor:
-            y = norm(attention(model.head.probe, x, x)[0])
+            y = norm(attention(model.head.probe.expand(len(x), -1, -1), x, x)[0])
             return (y + mlp(y))[:, 0]
 
         model.head.forward = pooled
