@@ -53,20 +53,17 @@ def test_every_device_works(trained: Trained) -> None:
     assert trained.rows.shape == (1500, trained.encoder.config.embed)
 
 
-def test_rows_are_those_of_one_device(trained: Trained) -> None:
-    difference = np.abs(trained.rows - trained.alone.encode(audio=[CLIP])[0])
-    assert difference.max() <= 1e-5 * np.abs(trained.rows).max()
-
-
 def test_rows_are_about_as_near_the_truth_as_the_originals(trained: Trained) -> None:
-    # few channels of the trained models hold most of the activations, so the largest error is one or two values' luck;
-    # on one device, since products of several CPU devices are another library's
-    (item,) = trained.alone.preprocess(audio=[CLIP])
-    rows = trained.alone.encode_items([item])[0]
+    # few channels of the trained models hold most of the activations, so the largest error is one or two values' luck
+    (item,) = trained.encoder.preprocess(audio=[CLIP])
     truth = original_rows(trained.folder, item.mel, dtype="float64")
     own = original_rows(trained.folder, item.mel, dtype="float32")
-    assert rms_error([rows], [truth]) <= 1.5 * rms_error([own], [truth])
-    assert max_error([rows], [truth]) <= 2.0 * max_error([own], [truth])
+    alone = trained.alone.encode_items([item])[0]
+    assert rms_error([alone], [truth]) <= 1.5 * rms_error([own], [truth])
+    assert max_error([alone], [truth]) <= 2.0 * max_error([own], [truth])
+    # products of several CPU devices are another library's, with longer sums
+    assert rms_error([trained.rows], [truth]) <= 2.0 * rms_error([own], [truth])
+    assert max_error([trained.rows], [truth]) <= 3.0 * max_error([own], [truth])
 
 
 def test_the_decoder_hears_what_was_said(trained: Trained) -> None:
