@@ -53,7 +53,7 @@ def speed(rows: Sequence[Row]) -> plt.Figure:
     axes.set_yticks(range(len(cells)), [f"{encoder}\n{case}" for encoder, case in cells], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("our time / PyTorch's better one (left of the line we are ahead)")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return figure
 
 
