@@ -110,7 +110,7 @@ class Ours(Engine):
         dim = encoder.encode(**{kind: given})[0].shape[-1]
 
         def launch(items: Sequence[Item], placed: Sequence[Placed], budget: Budget) -> tuple[np.ndarray, Slots]:
-            batch = encoder.config.layout(items, placed, budget, encoder._parts)
+            batch = encoder.config.layout(items, placed, budget, encoder._programs.parts)
             return np.zeros((*batch.rows.item.shape, dim), np.float32), batch.rows
 
         with mock.patch.object(encoder, "_launch", launch):

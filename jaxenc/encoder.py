@@ -302,7 +302,7 @@ class Encoder:
                 f"{largest.rows} rows of {largest.row} tokens. Pack fewer, use encode_items, or load with budgets="
             )
         budget, placed = batches[0]
-        return self.config.layout(items, placed, budget, self._parts)
+        return self.config.layout(items, placed, budget, self._programs.parts)
 
     def apply(self, params: Params, batch: Batch, capture: Sequence[int] | Literal["all"] = ()) -> Any:
         """Runs the encoder on one batch: a pure function, for your own jit, grad or pipeline.
@@ -384,8 +384,6 @@ class Encoder:
             self.plan,
             unflatten_dict(placed, sep="/"),
             dtype=self.dtype,
-            precision=self._programs.precision,
-            attention=self._programs.attention,
             provenance={**self.provenance, "changed": True},
         )
         other._programs, other._ladder = self._programs, self._ladder
@@ -465,13 +463,8 @@ class Encoder:
     def _launch(
         self, items: Sequence[Item], placed: Sequence[Placed], budget: Budget
     ) -> tuple[jax.Array, packing.Slots]:
-        batch = self.config.layout(items, placed, budget, self._parts)
+        batch = self.config.layout(items, placed, budget, self._programs.parts)
         return self._dispatch(budget, batch), batch.rows
-
-    @property
-    def _parts(self) -> Mapping[str, int]:
-        """Parts of the batch and of each token axis."""
-        return {"batch": self.plan.rows_parts, **self.plan.length_parts}
 
     @cached_property
     def _param_shardings(self) -> Params:

@@ -70,12 +70,16 @@ class Programs:
         """Where an array of a batch goes."""
         return NamedSharding(self.mesh, self.plan.spec(*self.config.input_axes[name]))
 
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Parts of the batch and of each token axis."""
+        return {"batch": self.plan.rows_parts, **self.plan.length_parts}
+
     def shapes(self, budget: Budget) -> dict[str, jax.ShapeDtypeStruct]:
         """Of the arrays of a batch."""
-        parts = {"batch": self.plan.rows_parts, **self.plan.length_parts}
         return {
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self.input_sharding(name))
-            for name, array in self.config.layout((), (), budget, parts).inputs.items()
+            for name, array in self.config.layout((), (), budget, self.parts).inputs.items()
         }
 
     def apart(self, budget: Budget) -> bool:
