@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxenc.layers.implementations import IMPLEMENTATIONS, AttentionName
-from jaxenc.layers.linear import products_in_parts
+from jaxenc.layers.linear import Matrices, products_of_matrices
 from jaxenc.layers.parameters import Shard, flatten
 from jaxenc.models import abstract_module
 from jaxenc.models.base import EncoderConfig
@@ -99,8 +99,7 @@ class Programs:
     def lower(self, budget: Budget, params: Params) -> jax.stages.Lowered:
         """Its program, not compiled yet."""
         # the plan's own mesh, whatever mesh the caller has set around this
-        parts = PARTS if self._eigen and budget.tokens <= PARTS_TOKENS else 1
-        with jax.set_mesh(self.mesh), products_in_parts(parts):
+        with jax.set_mesh(self.mesh), products_of_matrices(self.matrices(budget)):
             return self.jitted.lower(params, self.shapes(budget), capture=())
 
     def program(self, budget: Budget, params: Params) -> jax.stages.Compiled:
@@ -108,6 +107,17 @@ class Programs:
         if budget not in self.compiled:
             self.compiled[budget] = self.lower(budget, params).compile(compiler_options=self.options())
         return self.compiled[budget]
+
+    def matrices(self, budget: Budget) -> Matrices | None:
+        """How its products are written.
+
+        XLA on CPU copies a kernel of several axes before it multiplies, and its convolutions in 16 bits take twice as
+        long as the products of which they are sums.
+        """
+        if not self._one_cpu:
+            return None
+        parts = PARTS if self._eigen and budget.tokens <= PARTS_TOKENS else 1
+        return Matrices(parts, taps=self.dtype != jnp.float32)
 
     def options(self) -> dict[str, str | bool]:
         """What the compiler is told."""

@@ -3,10 +3,12 @@
 import jax
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import sliding_window_view
 
 import jaxenc
 from jaxenc import programs
-from jaxenc.layers.linear import Linear, products_in_parts
+from jaxenc.layers.linear import Conv, Linear, Matrices, products_of_matrices
+from jaxenc.models import qwen3_omni_audio
 from jaxenc.packing import Budget
 
 SMALL, LARGE = Budget(256, 1), Budget(1024, 1)
@@ -47,16 +49,43 @@ def test_several_devices_and_bfloat16_take_what_xla_takes(config):
     assert encoder_of(config, "bfloat16")._programs.options() == {}
 
 
-def test_products_in_parts_are_the_same_products():
+def test_products_of_matrices_are_the_same_products():
     layer = Linear({"heads": 3, "head_dim": 4}, {"mlp": 5, "embed": 2}, dtype="float32")
     rng = np.random.default_rng(0)
     layer.kernel[...] = rng.standard_normal((3, 4, 5, 2), np.float32)
     layer.bias[...] = rng.standard_normal((3, 4), np.float32)
     x = rng.standard_normal((2, 7, 5, 2), np.float32)
     expected = np.einsum("bnme,hdme->bnhd", x, layer.kernel[...]) + layer.bias[...]
-    for parts in (1, 2, 4, 8):  # the last does not divide 12: 4 are made
-        with products_in_parts(parts):
+    for matrices in (None, *map(Matrices, (1, 2, 4, 8))):  # the last does not divide 12: 4 are made
+        with products_of_matrices(matrices):
             np.testing.assert_allclose(layer(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stride", "channels"), [(1, 3), (2, 3), (2, 1)])
+def test_convolutions_as_sums_of_taps_are_the_same(stride, channels):
+    layer = Conv(channels, ("filters", 4), window={"kernel_h": 3, "kernel_w": 3}, stride=stride, dtype="float32")
+    rng = np.random.default_rng(0)
+    kernel = layer.kernel[...] = rng.standard_normal((4, channels, 3, 3), np.float32)
+    bias = layer.bias[...] = rng.standard_normal(4, np.float32)
+    x = rng.standard_normal((2, 7, 6, channels), np.float32)
+    windows = sliding_window_view(np.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), (3, 3), axis=(1, 2))
+    expected = np.einsum("nhwcij,ocij->nhwo", windows[:, ::stride, ::stride], kernel) + bias
+    for matrices in (None, Matrices(taps=True)):
+        with products_of_matrices(matrices):
+            np.testing.assert_allclose(layer(x), expected, atol=1e-5)
+
+
+def test_on_one_cpu_kernels_are_matrices_and_sixteen_bits_take_convolutions_apart(config):
+    def lowered(config, dtype, **settings):
+        encoder = encoder_of(config, dtype, **settings)
+        return encoder._programs.lower(encoder.budgets[0], encoder.params).as_text()
+
+    heads_out = "contracting_dims = [2, 3] x [1, 2]"
+    assert heads_out not in lowered(config, "bfloat16")
+    assert heads_out in lowered(config, "bfloat16", mesh=jaxenc.make_mesh(data=2))
+    audio = qwen3_omni_audio.Config(layers=1, embed=64, heads=4, mlp=96, channels=16, out=32)
+    for dtype, convolutions in (("bfloat16", 1), ("float32", 3)):  # the first is of one channel
+        assert lowered(audio, dtype).count("stablehlo.convolution") == convolutions
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,26 +4,46 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxenc.layers.parameters import named_parameter
 
-_parts: ContextVar[int] = ContextVar("_parts", default=1)
+PAD = (1, 1)  # of every convolution here
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """How linear maps and convolutions are written as products of matrices, where a platform computes these faster.
+
+    Axes that are merged into one cannot be divided over devices each by itself, so this is for one device.
+
+    Attributes:
+        parts: a linear map makes its channels in so many products of equal size, where they divide so.
+        taps: a convolution is a sum of products, one for every element of its window.
+    """
+
+    parts: int = 1
+    taps: bool = False
+
+
+_matrices: ContextVar[Matrices | None] = ContextVar("_matrices", default=None)
 
 
 @contextmanager
-def products_in_parts(parts: int) -> Iterator[None]:
-    """Linear maps traced within make their channels in so many products of equal size, where they divide so."""
-    token = _parts.set(parts)
+def products_of_matrices(matrices: Matrices | None) -> Iterator[None]:
+    """What is traced within is written so; None for products of arrays with all their axes."""
+    token = _matrices.set(matrices)
     try:
         yield
     finally:
-        _parts.reset(token)
+        _matrices.reset(token)
 
 
 class Linear(nnx.Module):
@@ -49,26 +69,33 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
         """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
-        kernel = self.kernel[...]
-        out, lead = kernel.shape[: -self.contracted], x.shape[: -self.contracted]
-        parts = math.gcd(_parts.get(), math.prod(out))
-        if parts == 1:
+        kernel, matrices = self.kernel[...], _matrices.get()
+        if matrices is None:
             x_axes = tuple(range(x.ndim - self.contracted, x.ndim))
             kernel_axes = tuple(range(kernel.ndim - self.contracted, kernel.ndim))
             y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())), preferred_element_type=jnp.float32)
         else:
-            kernels = kernel.reshape(parts, math.prod(out) // parts, -1)
-            # all tokens for every part: without a batch of them XLA makes one product again
-            tokens = jnp.broadcast_to(x.reshape(math.prod(lead), -1), (parts, math.prod(lead), kernels.shape[-1]))
-            y = jnp.einsum("pok,pnk->pon", kernels, tokens, preferred_element_type=jnp.float32)
-            y = y.reshape(math.prod(out), -1).T.reshape(*lead, *out)
+            out, lead = kernel.shape[: -self.contracted], x.shape[: -self.contracted]
+            tokens = x.reshape(math.prod(lead), -1)
+            parts = math.gcd(matrices.parts, math.prod(out))
+            y = _product(tokens, kernel.reshape(math.prod(out), -1), parts=parts).reshape(*lead, *out)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(kernel.dtype)
 
 
+def _product(x: Float[Array, "n k"], kernel: Float[Array, "o k"], *, parts: int = 1) -> Float[Array, "n o"]:
+    if parts == 1:
+        return jax.lax.dot_general(x, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # all tokens for every part: without a batch of them XLA makes one product again
+    tokens = jnp.broadcast_to(x, (parts, *x.shape))
+    kernels = kernel.reshape(parts, -1, kernel.shape[-1])
+    y = jnp.einsum("pok,pnk->pon", kernels, tokens, preferred_element_type=jnp.float32)
+    return y.reshape(len(kernel), -1).T
+
+
 class Conv(nnx.Module):
-    """A convolution over the trailing axes of `[n, channels_in, *space]`, with kernel `[out, channels_in, *window]`."""
+    """A convolution over the middle axes of `[n, *space, channels_in]`; the kernel is `[out, channels_in, *window]`."""
 
     def __init__(
         self,
@@ -94,14 +121,42 @@ class Conv(nnx.Module):
         self.kernel = named_parameter(axes, "normal", dtype=dtype)
         self.bias = named_parameter(dict([out]), "zeros", dtype=dtype)
 
-    def __call__(self, x: Float[Array, "n channels_in ..."]) -> Float[Array, "n out ..."]:
+    def __call__(self, x: Float[Array, "n ... channels_in"]) -> Float[Array, "n ... out"]:
         """Convolves with stride `stride`."""
-        kernel = self.kernel[...]
-        y = jax.lax.conv_general_dilated(
-            x, kernel, (self.stride,) * self.space, ((1, 1),) * self.space, preferred_element_type=jnp.float32
-        )
-        bias = self.bias[...].astype(jnp.float32).reshape((-1,) + (1,) * self.space)
-        return (y + bias).astype(kernel.dtype)
+        kernel, matrices = self.kernel[...], _matrices.get()
+        # of one channel a product would be a sum of one term
+        taps = matrices is not None and matrices.taps and kernel.shape[1] > 1
+        y = (_sum_of_taps if taps else _convolution)(x, kernel, stride=self.stride)
+        return (y + self.bias[...].astype(jnp.float32)).astype(kernel.dtype)
+
+
+def _convolution(x: Array, kernel: Array, *, stride: int) -> Array:
+    space = x.ndim - 2
+    last = (0, x.ndim - 1, *range(1, x.ndim - 1))
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride,) * space,
+        (PAD,) * space,
+        dimension_numbers=jax.lax.ConvDimensionNumbers(last, tuple(range(x.ndim)), last),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _sum_of_taps(x: Array, kernel: Array, *, stride: int) -> Array:
+    window, lengths = kernel.shape[2:], [conv_length(size, stride=stride) for size in x.shape[1:-1]]
+    kernels = jnp.moveaxis(kernel, (0, 1), (-2, -1))
+
+    def convolve(x: Array) -> Array:
+        x = jnp.pad(x, [*(PAD,) * len(window), (0, 0)])
+        y = jnp.zeros((math.prod(lengths), len(kernel)), jnp.float32)
+        for tap in np.ndindex(*window):
+            cut = tuple(slice(i, i + stride * (n - 1) + 1, stride) for i, n in zip(tap, lengths, strict=True))
+            y = y + _product(x[cut].reshape(len(y), -1), kernels[tap])
+        return y.reshape(*lengths, -1)
+
+    # one after the other: what is read nine times stays in the cache
+    return jax.lax.map(convolve, x)
 
 
 def conv_length(length: int, *, stride: int = 2) -> int:

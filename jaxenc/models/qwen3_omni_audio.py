@@ -338,11 +338,11 @@ class Stem(nnx.Module):
         real = jnp.arange(length) < frames[..., None, None]
         # selected away, not multiplied by zero: whatever is in the padding, NaN included, ends here
         x = jnp.where(real, mel, 0).astype(self.out.kernel.dtype)
-        x = shard(x, "batch", "stem_length", None, "mel", "frames").reshape(-1, 1, bins, length)
+        x = shard(x, "batch", "stem_length", None, "mel", "frames").reshape(-1, bins, length, 1)
         for conv in (self.conv1, self.conv2, self.conv3):
             x = jax.nn.gelu(conv(x), approximate=False)
         # channel-major: the projection reads [channels, mel] flattened at each position
-        x = self.out(jnp.moveaxis(x, -1, 1).reshape(*grid, x.shape[-1], -1))
+        x = self.out(jnp.moveaxis(x, 1, -1).reshape(*grid, x.shape[2], -1))
         parts, chunks, rows, tokens, embed = x.shape
         x = x + jnp.asarray(sinusoids(tokens, embed, steps=embed // 2 - 1), x.dtype)
         return x.swapaxes(1, 2).reshape(parts * rows, chunks * tokens, embed)
