@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxenc
-from jaxenc.layers import blocks, implementations
+from jaxenc.layers import attention, blocks, implementations
 from jaxenc.layers.blocks import BLOCK, block_attention, block_pairs
-from jaxenc.layers.implementations import IMPLEMENTATIONS, MASKED, Task, attend_by_first, dense_attention
+from jaxenc.layers.implementations import (
+    IMPLEMENTATIONS,
+    MASKED,
+    Task,
+    attend_by_first,
+    dense_attention,
+    head_attention,
+)
 from jaxenc.layers.schedule import schedule
 from jaxenc.packing import Budget
 
@@ -279,6 +286,44 @@ def test_gradients_of_every_implementation_are_those_of_dense(name):
         assert (one[own == 0] == 0).all()
 
 
+@pytest.mark.parametrize("queries", [40, 64])
+def test_head_by_head_queries_are_cut_where_there_are_many(queries, monkeypatch):
+    monkeypatch.setattr(implementations, "QUERIES", queries)  # neither divides 150
+    test_every_implementation_gives_the_definition("heads")
+    test_gradients_of_every_implementation_are_those_of_dense("heads")
+
+
+def test_head_by_head_the_gradient_keeps_no_scores():
+    def loss(q, k, v):
+        return head_attention(q, k, v, own, own).sum()
+
+    q = jax.ShapeDtypeStruct((1, 2048, HEADS, WIDTH), "float32")
+    own = jnp.ones((1, 2048), jnp.int32)
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, q, q).compile()
+    # of one head those of 1,024 queries at a time, in the pass back two or three arrays of that size
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 1024 * 2048 * 4
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [([64], True), ([40, 24], False)], ids=["one item", "two items"])
+def test_a_row_is_computed_head_by_head_only_where_every_block_meets_every_other(
+    sizes, whole, kimi_folder, monkeypatch
+):
+    monkeypatch.setattr(blocks, "BLOCK", 8)
+    monkeypatch.setattr(implementations, "LONG", 64)
+    config = jaxenc.load(kimi_folder, dtype="float32").config
+    rng = np.random.default_rng(0)
+    items = [
+        jaxenc.VisionItem(rng.standard_normal((n, 3 * config.patch**2), np.float32), (1, 4, n // 4)) for n in sizes
+    ]
+    settings = {"dtype": "float32", "budgets": [Budget(64, 1)]}
+    expected = jaxenc.load(kimi_folder, **settings, attention="blocks").encode_items(items)
+    for rows, one in zip(jaxenc.load(kimi_folder, **settings).encode_items(items), expected, strict=True):
+        np.testing.assert_allclose(rows, one, atol=1e-5 * np.abs(one).max())
+    monkeypatch.setattr(attention, "head_attention", lambda q, k, v, own, others: jnp.zeros_like(q))
+    nothing = jaxenc.load(kimi_folder, **settings).encode_items(items)
+    assert all(np.allclose(rows, one) != whole for rows, one in zip(nothing, expected, strict=True))
+
+
 def chosen(task, asked=None):
     return attend_by_first(task, asked, lambda name: name)
 
@@ -291,7 +336,9 @@ GPU = replace(CPU, platform="gpu")
     ("task", "expected"),
     [
         (CPU, "blocks"),
-        (replace(CPU, windows=True), "blocks"),
+        (replace(CPU, windows=True), "heads"),
+        (replace(CPU, windows=True, tokens=257), "blocks"),
+        (replace(CPU, windows=True, tokens=MASKED + 1), "blocks"),
         (replace(CPU, windows=True, tokens=104), "dense"),
         (replace(CPU, platform=None), "blocks"),
         (GPU, "cudnn"),
@@ -334,7 +381,7 @@ def test_a_refusal_says_why_and_the_next_one_is_taken(asked, task, why, caplog, 
     assert f"attention='{asked}'" in record.message
 
 
-@pytest.mark.parametrize("name", ["dense", "blocks", "tokamax"])
+@pytest.mark.parametrize("name", ["dense", "heads", "blocks", "tokamax"])
 @pytest.mark.parametrize(("folder", "items"), [("kimi_folder", "pictures"), ("qwen_folder", "clips")])
 def test_an_encoder_gives_the_same_rows_with_every_implementation(name, folder, items, request):
     on_this_machine(name, jnp.float32)
@@ -370,5 +417,5 @@ def test_what_goes_wrong_in_other_implementations_is_no_refusal():
 
 
 def test_an_implementation_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="attention is 'flash'; it can be 'dense', 'blocks', "):
+    with pytest.raises(ValueError, match="attention is 'flash'; it can be 'dense', 'heads', 'blocks', "):
         jaxenc.from_config("whisper:tiny.en", attention="flash")
