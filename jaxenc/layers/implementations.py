@@ -29,7 +29,7 @@ T = TypeVar("T")
 AttentionName = Literal["dense", "heads", "blocks", "cudnn", "tokamax"]
 SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
 LONG = 2 * BLOCK  # tokens: from here head by head is up to twice as fast as blocks on CPU, where none can be left out
-QUERIES = 1024  # of which the scores are in memory at once, head by head
+SCORES = 2**20  # that are in memory at once, head by head: those of as many queries as there is room for
 MASKED = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
 KERNELS = ("cudnn", "tokamax")
 # how they say that sizes or devices are not theirs
@@ -195,7 +195,7 @@ def head_attention(
     Products of two large matrices are what CPUs are fastest at. For arguments and result see there.
     """
     b, n, heads, width = query.shape
-    chunks = -(-n // QUERIES)
+    chunks = -(-n // max(1, SCORES // key.shape[1]))
     size = -(-n // chunks)
 
     def cut(x: Array) -> Array:
