@@ -117,7 +117,7 @@ class Programs:
         if not self._one_cpu:
             return None
         parts = PARTS if self._eigen and budget.tokens <= PARTS_TOKENS else 1
-        return Matrices(parts, taps=self.dtype != jnp.float32)
+        return Matrices(parts, taps=not self._eigen)
 
     def options(self) -> dict[str, str | bool]:
         """What the compiler is told."""

@@ -28,8 +28,8 @@ def block_pairs(
         the other's. There is room for all of them, so that the shape depends on the numbers of tokens alone.
     """
     segments = 1 + max(queries.max(initial=0), keys.max(initial=0))
-    starts = np.zeros((len(queries), 1 + _cut(queries.shape[1])[0]), np.int32)
-    blocks = np.zeros((len(queries), _cut(queries.shape[1])[0] * _cut(keys.shape[1])[0]), np.int32)
+    starts = np.zeros((len(queries), 1 + cut(queries.shape[1], BLOCK)[0]), np.int32)
+    blocks = np.zeros((len(queries), cut(queries.shape[1], BLOCK)[0] * cut(keys.shape[1], BLOCK)[0]), np.int32)
     for part, (own, others) in enumerate(zip(queries, keys, strict=True)):
         meets = _held(own, segments) @ _held(others, segments).T > 0
         np.cumsum(meets.sum(axis=1), out=starts[part, 1:])
@@ -39,7 +39,7 @@ def block_pairs(
 
 def all_pairs(queries: int, keys: int) -> tuple[Int[np.ndarray, " blocks+1"], Int[np.ndarray, " pairs"]]:
     """The schedule of so many queries and keys in which every block of queries meets every block of keys."""
-    own, others = _cut(queries)[0], _cut(keys)[0]
+    own, others = cut(queries, BLOCK)[0], cut(keys, BLOCK)[0]
     return others * np.arange(own + 1, dtype=np.int32), np.tile(np.arange(others, dtype=np.int32), own)
 
 
@@ -84,20 +84,20 @@ def block_attention(
     return out.swapaxes(1, 2).reshape(-1, *query.shape[1:])[:n]
 
 
-def _cut(tokens: int) -> tuple[int, int]:
-    """Number and size of the blocks that so many tokens are cut into; the last may end in padding."""
-    number = max(1, -(-tokens // BLOCK))
+def cut(tokens: int, most: int) -> tuple[int, int]:
+    """Number and size of the parts of at most `most` that so many tokens are cut into; the last may end in padding."""
+    number = max(1, -(-tokens // most))
     return number, -(-tokens // number)
 
 
 def _in_blocks(x: Array) -> Array:
-    number, size = _cut(len(x))
+    number, size = cut(len(x), BLOCK)
     return jnp.pad(x, [(0, number * size - len(x)), *[(0, 0)] * (x.ndim - 1)]).reshape(number, size, *x.shape[1:])
 
 
 def _held(tokens: Int[np.ndarray, " n"], segments: int) -> Float[np.ndarray, "blocks segments"]:
     """1 where a block has a token of a segment. Floating point, because such products are fast."""
-    number, size = _cut(len(tokens))
+    number, size = cut(len(tokens), BLOCK)
     held = np.zeros((number, segments), np.float32)
     held[np.arange(len(tokens)) // size, tokens] = 1
     held[:, 0] = 0

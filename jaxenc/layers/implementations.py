@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxenc.layers.blocks import BLOCK, all_pairs, block_attention
+from jaxenc.layers.blocks import BLOCK, all_pairs, block_attention, cut
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +89,9 @@ def attend_by_first(task: Task, asked: AttentionName | None, attend: Callable[[A
 def _order(task: Task) -> tuple[AttentionName, ...]:
     if task.platform == "gpu":
         return ("cudnn", "tokamax", "dense", "blocks") if task.windows else ("cudnn", "tokamax", "blocks")
-    if not task.windows:
-        return ("blocks",)
-    return ("dense", "blocks") if task.tokens <= SHORT else ("heads", "blocks") if long(task) else ("blocks",)
+    if task.windows and task.tokens <= SHORT:
+        return ("dense", "blocks")
+    return ("heads", "blocks") if task.windows and long(task) else ("blocks",)
 
 
 def long(task: Task) -> bool:
@@ -195,10 +195,9 @@ def head_attention(
     Products of two large matrices are what CPUs are fastest at. For arguments and result see there.
     """
     b, n, heads, width = query.shape
-    chunks = -(-n // max(1, SCORES // key.shape[1]))
-    size = -(-n // chunks)
+    chunks, size = cut(n, max(1, SCORES // key.shape[1]))
 
-    def cut(x: Array) -> Array:
+    def in_chunks(x: Array) -> Array:
         """Queries in chunks of equal size; the last one is repeated at the end, so that all meet a key."""
         filled = jnp.pad(x, [(0, 0), (0, chunks * size - n), *[(0, 0)] * (x.ndim - 2)], mode="edge")
         return filled.reshape(b, chunks, size, *x.shape[2:])
@@ -219,8 +218,8 @@ def head_attention(
     def by_head(x: Array) -> Array:
         return jnp.moveaxis(x, -2, 1).reshape(b * heads, *x.shape[1:-2], width)
 
-    own, others = (jnp.repeat(x, heads, axis=0) for x in (cut(query_segments), key_segments))
-    y = jax.lax.map(attend_head, (by_head(cut(query)), own, by_head(key), by_head(value), others))
+    own, others = (jnp.repeat(x, heads, axis=0) for x in (in_chunks(query_segments), key_segments))
+    y = jax.lax.map(attend_head, (by_head(in_chunks(query)), own, by_head(key), by_head(value), others))
     return jnp.moveaxis(y.reshape(b, heads, chunks * size, width)[:, :, :n], 1, 2)
 
 

@@ -116,7 +116,6 @@ class Conv(nnx.Module):
             dtype: of the parameters, and of the result.
         """
         self.stride = stride
-        self.space = len(window)
         axes = {**dict([out]), "channels_in": channels_in, **window}
         self.kernel = named_parameter(axes, "normal", dtype=dtype)
         self.bias = named_parameter(dict([out]), "zeros", dtype=dtype)
