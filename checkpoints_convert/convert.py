@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as MappingABC
@@ -216,18 +217,22 @@ def convert_checkpoint(
     dtypes: Counter[str] = Counter()
     source_dtypes: Counter[str] = Counter()
 
+    counting = threading.Lock()
+
     def seen(name: str, raw: NumpyArray, piece: NumpyArray) -> None:
         sums[name].setdefault("sha256", hashlib.sha256()).update(memory(piece))
         bad = count_nonfinite(raw)
-        found["nonfinite"] += bad
+        counts = {"nonfinite": bad}
         if raw.dtype != piece.dtype:
             sums[name].setdefault("source_sha256", hashlib.sha256()).update(memory(raw))
-            found["narrowed"] += not np.can_cast(raw.dtype, piece.dtype, casting="safe")
-            found["overflowed"] += count_nonfinite(piece) - bad
-            found["underflowed"] += count_zeros(piece) - count_zeros(raw)
-        dtypes[piece.dtype.name] += piece.nbytes
-        source_dtypes[raw.dtype.name] += raw.nbytes
-        progress(raw.nbytes)
+            counts["narrowed"] = not np.can_cast(raw.dtype, piece.dtype, casting="safe")
+            counts["overflowed"] = count_nonfinite(piece) - bad
+            counts["underflowed"] = count_zeros(piece) - count_zeros(raw)
+        with counting:
+            found.update(counts)
+            dtypes[piece.dtype.name] += piece.nbytes
+            source_dtypes[raw.dtype.name] += raw.nbytes
+            progress(raw.nbytes)
 
     with new_folder(path, overwrite=overwrite, kind=_KIND, is_kind=_is_ours) as partial:
         write_arrays(partial / _ARRAYS, arrays, seen)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.sources import NumpyArray, Source
+from checkpoints_convert.values import to_round_once
 
 Index = tuple[slice, ...]
 
@@ -194,9 +195,11 @@ class Mapping:
         """
         known = self.names
         problems = [] if targets is None else self._target_problems(targets)
-        problems += source.open(self._near(source.names, known))
-        # Only now: an opened file may hold tensors that the index is silent about.
         near = self._near(source.names, known)
+        indexed = len(source.names)
+        problems += source.open(near)
+        # an opened file may hold tensors that the index is silent about
+        near += self._near(itertools.islice(source.names, indexed, None), known)
         present = {name for name in near if not name.startswith(self.unused)}
         owned = {name for name in present if name.startswith(self.prefixes)}
 
@@ -471,7 +474,7 @@ def _fill(source: Source, name: str, entry: Entry, part: int, parts: list[tuple[
         else:
             others = tuple(slice(None) if axis == reorder.axis else span for axis, span in enumerate(index))
             taken = np.take(view[others], np.asarray(reorder.order)[index[reorder.axis]], axis=reorder.axis)
-        np.copyto(out, taken, casting="unsafe")
+        np.copyto(out, to_round_once(taken, out.dtype), casting="unsafe")
 
 
 def _contiguous(shape: tuple[int, ...], index: Index) -> int | None:

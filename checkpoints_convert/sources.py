@@ -9,7 +9,7 @@ source.read(name)                                 # a NumPy view on a file: no b
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -150,8 +150,8 @@ class Source:
         self._held: dict[str, list[str]] = {}
 
     @property
-    def names(self) -> Iterable[str]:
-        """All tensor names, of files not opened yet too."""
+    def names(self) -> KeysView[str]:
+        """All tensor names, of files not opened yet too; those that the index is silent about come last."""
         return self.files.keys()
 
     @property

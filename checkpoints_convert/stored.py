@@ -7,10 +7,9 @@ is written is what Orbax itself writes of NumPy arrays in chunks, and anything t
 import asyncio
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,11 @@ import tensorstore as ts
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.sources import NumpyArray
+from checkpoints_convert.values import to_round_once
 
-PIECE_BYTES = 64 << 20
-# Of pieces that have been read and are still being written.
-WAITING_BYTES = 2 * PIECE_BYTES
+PIECE_BYTES = 32 << 20
+# Arrays that are read, looked at and written at once, each a piece at a time.
+WRITERS = min(4, os.cpu_count() or 1)
 # Of a file of the checkpoint: what is in one that is complete is on its way to the disk while the next is filled.
 FILE_BYTES = 64 << 20
 
@@ -58,44 +58,44 @@ def write_arrays(folder: Path, arrays: MappingABC[str, Incoming], seen: Seen) ->
     Args:
         folder: The checkpoint; must not be there.
         arrays: By name.
-        seen: Is given each piece (name, as read, as stored), an array's first rows first, in a thread of its own.
+        seen: Is given each piece (name, as read, as stored), an array's first rows first, several arrays at once, each
+            in a thread of its own.
     """
     # Here because importing it takes seconds, and nothing else in this file needs it.
     import orbax.checkpoint as ocp
 
     class PieceHandler(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-        """Writes the next piece while the last ones are on their way to the disk."""
+        """Writes several arrays at once, so that one is read or looked at while another goes to the disk."""
 
         async def serialize(self, values: Sequence[Incoming], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
             # All at once: each commit to the checkpoint waits for the disk, and those of one moment share one.
             stores = await asyncio.gather(
                 *(self._create(value, info) for value, info in zip(values, infos, strict=True))
             )
-            waiting: deque[tuple[Any, Future[None], int]] = deque()
             synchronised: set[Path] = set()
-            with ThreadPoolExecutor(1) as observer, ThreadPoolExecutor(1) as disk:
+
+            def write(info: Any, value: Incoming, store: Any) -> None:
+                for index in _pieces(value.shape, value.dtype.itemsize):
+                    raw = value.read(index)
+                    with np.errstate(over="ignore"):  # whoever sees the piece counts what is infinite now
+                        piece = to_round_once(raw, value.dtype).astype(value.dtype, copy=False)
+                    part = store[index] if value.shape else store
+                    written = part.write(piece, can_reference_source_data_indefinitely=True).commit
+                    # without this, writing starts when somebody waits for it
+                    written.force()
+                    try:
+                        seen(info.name, raw, piece)
+                    finally:  # nobody is to remove the folder while it is written into
+                        written.result()
+                    disk.submit(_synchronise, Path(info.parent_dir), synchronised)
+
+            # The largest first: at the end no thread is left with a long one.
+            jobs = sorted(zip(infos, values, stores, strict=True), key=lambda job: -job[1].nbytes)
+            with ThreadPoolExecutor(1) as disk, ThreadPoolExecutor(WRITERS) as pool:
                 try:
-                    for info, value, store in zip(infos, values, stores, strict=True):
-                        for index in _pieces(value.shape, value.dtype.itemsize):
-                            while sum(size for *_, size in waiting) > WAITING_BYTES:
-                                await _finished(*waiting.popleft())
-                                disk.submit(_synchronise, Path(info.parent_dir), synchronised)
-                            raw = value.read(index)
-                            with np.errstate(over="ignore"):  # whoever sees the piece counts what is infinite now
-                                piece = raw.astype(value.dtype, copy=False)
-                            part = store[index] if value.shape else store
-                            written = part.write(piece, can_reference_source_data_indefinitely=True).commit
-                            # without this, writing starts when somebody waits for it
-                            written.force()
-                            waiting.append((written, observer.submit(seen, info.name, raw, piece), raw.nbytes))
-                            del raw, piece
-                    while waiting:
-                        await _finished(*waiting.popleft())
+                    await asyncio.gather(*(asyncio.wrap_future(pool.submit(write, *job)) for job in jobs))
                 except BaseException:
-                    # nobody is to remove the folder while it is written into
-                    for written, *_ in waiting:
-                        with suppress(Exception):
-                            written.result()
+                    pool.shutdown(cancel_futures=True)
                     raise
             return []
 
@@ -229,8 +229,3 @@ def _synchronise(folder: Path, done: set[Path]) -> None:
                 with open(file, "rb") as written:
                     os.fsync(written.fileno())
                 done.add(file)
-
-
-async def _finished(written: Any, seen: Future[None], size_bytes: int) -> None:
-    await written
-    await asyncio.wrap_future(seen)

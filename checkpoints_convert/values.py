@@ -1,5 +1,7 @@
 """What can be said of values without knowing what they are for."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -36,3 +38,19 @@ def count_zeros(values: NumpyArray) -> int:
     unsigned = bits(values)
     magnitude = np.array((1 << (8 * values.dtype.itemsize - 1)) - 1, unsigned.dtype)
     return int(values.size - np.count_nonzero(unsigned & magnitude))
+
+
+def to_round_once(values: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
+    """What a cast to `dtype` rounds to the value nearest to `values`, and of two that are equally near to the even one.
+
+    That is `values` itself, but for float64 to bfloat16: `ml_dtypes` goes by way of float32, and rounds twice. Where
+    the first step is rounded to odd, the second gives what a single one would (Boldo and Melquiond, 2008, "Emulation of
+    FMA and correctly rounded sums: proved algorithms using rounding to odd", theorem 3).
+    """
+    if values.dtype != np.float64 or dtype != ml_dtypes.bfloat16:
+        return values
+    with np.errstate(over="ignore", under="ignore"):
+        single = np.asarray(values.astype(np.float32))
+    single = np.where(np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single)
+    inexact = (single != values) & ~np.isnan(values)
+    return np.asarray((single.view(np.uint32) | inexact).view(np.float32))

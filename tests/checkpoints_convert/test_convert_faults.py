@@ -224,3 +224,19 @@ def test_casts_round_to_the_nearest_and_halfway_to_even(tmp_path, dtype):
     kept = restore_host(tmp_path / "cast")["projector/norm/bias"][:4].astype(np.float64)
     np.testing.assert_array_equal(kept, [1, 1 + 2 * unit, 1 + unit, 1 + unit])
     assert verify(source, ORIGINAL, tmp_path / "cast").rounded == len(tensors)
+
+
+def test_float64_is_rounded_to_bfloat16_once(tmp_path):
+    """By way of float32 the first would fall on the middle and go to the even 1, the second likewise upwards."""
+    tensors = tiny.kimi_original(np.float64)
+    unit = 2.0**-7
+    given = [1 + unit / 2 + 2**-30, 1 + 1.5 * unit - 2**-30, -(1 + unit / 2 + 2**-30), 1e300, -1e-300, np.nan, np.inf]
+    expected = [1 + unit, 1 + unit, -(1 + unit), np.inf, -0.0, np.nan, np.inf]
+    tensors["mm_projector.pre_norm.bias"][: len(given)] = given
+    source = open_source(tiny.write_folder(tmp_path / "torch", tensors))
+    convert_checkpoint(source, ORIGINAL, tmp_path / "cast", dtype=ml_dtypes.bfloat16)
+    kept = restore_host(tmp_path / "cast")["projector/norm/bias"][: len(given)].astype(np.float64)
+    np.testing.assert_array_equal(kept, expected)
+    loaded = ORIGINAL.read(source, "projector/norm/bias", dtype=ml_dtypes.bfloat16)[: len(given)].astype(np.float64)
+    np.testing.assert_array_equal(loaded, expected)
+    assert verify(source, ORIGINAL, tmp_path / "cast").ok
