@@ -1,6 +1,5 @@
 """From a checkpoint into sharded JAX arrays, and to and from a converted (Orbax) checkpoint on disk."""
 
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 from jax.experimental import multihost_utils
 
 from checkpoints_convert.errors import CheckpointError
@@ -220,11 +220,11 @@ def convert_checkpoint(
     counting = threading.Lock()
 
     def seen(name: str, raw: NumpyArray, piece: NumpyArray) -> None:
-        sums[name].setdefault("sha256", hashlib.sha256()).update(memory(piece))
+        sums[name].setdefault("blake3", blake3()).update(memory(piece))
         bad = count_nonfinite(raw)
         counts = {"nonfinite": bad}
         if raw.dtype != piece.dtype:
-            sums[name].setdefault("source_sha256", hashlib.sha256()).update(memory(raw))
+            sums[name].setdefault("source_blake3", blake3()).update(memory(raw))
             counts["narrowed"] = not np.can_cast(raw.dtype, piece.dtype, casting="safe")
             counts["overflowed"] = count_nonfinite(piece) - bad
             counts["underflowed"] = count_zeros(piece) - count_zeros(raw)
@@ -372,12 +372,12 @@ def stored_arrays(path: str | Path) -> dict[str, StoredArray]:
 
 
 def checksums(path: str | Path) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes in C order, by path, as they were when it was written; of those that have one.
+    """BLAKE3 of each parameter's bytes in C order, by path, as they were when it was written; of those that have one.
 
     Raises:
         CheckpointError: `path` is not a converted checkpoint.
     """
-    return {name: entry["sha256"] for name, entry in _describe(path)["parameters"].items() if "sha256" in entry}
+    return {name: entry["blake3"] for name, entry in _describe(path)["parameters"].items() if "blake3" in entry}
 
 
 def restore_host(path: str | Path) -> dict[str, NumpyArray]:
@@ -477,7 +477,7 @@ def _shape_and_dtype(value: Any) -> dict[str, Any]:
 def _described(value: jax.Array) -> dict[str, Any]:
     described = _shape_and_dtype(value)
     if jax.process_count() == 1:  # of several processes no one has all of it
-        described["sha256"] = hashlib.sha256(memory(np.asarray(value))).hexdigest()
+        described["blake3"] = blake3(memory(np.asarray(value))).hexdigest()
     return described
 
 

@@ -15,7 +15,7 @@ def bits(values: NumpyArray) -> NumpyArray:
 
 def memory(values: NumpyArray) -> memoryview:
     """Their bytes, in C order."""
-    return bits(values).data
+    return bits(values).view(np.uint8).data
 
 
 def count_nonfinite(values: NumpyArray) -> int:

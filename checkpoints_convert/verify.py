@@ -1,6 +1,5 @@
 """What a checkpoint holds, and whether a converted one still says the same."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 
 from checkpoints_convert.convert import checksums, stored_arrays
 from checkpoints_convert.errors import CheckpointError
@@ -109,7 +109,7 @@ def verify_checksums(
     for name, array in arrays.items():
         if name not in kept:
             continue
-        digest = hashlib.sha256()
+        digest = blake3()
         try:
             for piece in array.pieces():
                 digest.update(memory(piece))
