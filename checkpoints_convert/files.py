@@ -12,7 +12,9 @@ NumpyArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class TensorFile(Protocol):
-    """One file of a checkpoint, its header read."""
+    """One file of a checkpoint, its header read; `etag` is the hub's name of its content, "" of a file of no hub."""
+
+    etag: str
 
     @property
     def header(self) -> Header:
@@ -31,13 +33,15 @@ class SafetensorsFile:
     Args:
         path: Where it is.
         name: What the checkpoint calls it.
+        etag: The hub's name of its content, where it is from there.
 
     Raises:
         CheckpointError: Its header is unusable.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, *, etag: str = "") -> None:
         self._path = path
+        self.etag = etag
         with open(path, "rb") as file:
 
             def read(start: int, stop: int) -> bytes:

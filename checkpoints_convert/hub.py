@@ -165,7 +165,7 @@ class Hub:
         """
         cached = try_to_load_from_cache(self.name, file, revision=self.revision) if self._pinned else None
         if isinstance(cached, str):
-            return SafetensorsFile(Path(cached), file)
+            return SafetensorsFile(Path(cached), file, etag=cached_etag(Path(cached)))
         url = hf_hub_url(self.name, file, revision=self.revision)
         remote = HubFile(url, file, headers=build_hf_headers(token=self._token))
         folder = cached_assets_path("checkpoints_convert", self.name, "ranges")
@@ -178,7 +178,8 @@ class Hub:
             return RangedFile(None if offline else remote, file, folder / "files", note=note, count=self._count)
         except RangesUnsupportedError as error:
             logging.getLogger(__name__).warning("%s; it is downloaded whole", error)
-            return SafetensorsFile(self.locate(file), file)
+            path = self.locate(file)
+            return SafetensorsFile(path, file, etag=cached_etag(path))
         except CheckpointError as error:
             if isinstance(error.__cause__, EntryNotFoundError):
                 raise self._absent(file) from error.__cause__
@@ -186,6 +187,12 @@ class Hub:
 
     def _absent(self, file: str) -> CheckpointError:
         return CheckpointError(f"{file}: the hub has no such file at {self.revision or 'main'}")
+
+
+def cached_etag(path: Path) -> str:
+    """The etag of a file in huggingface_hub's cache: its snapshots are links to blobs that are named so."""
+    blob = path.resolve()
+    return blob.name if blob.parent.name == "blobs" else ""
 
 
 def _etag(responses: Sequence[Response]) -> str:

@@ -44,13 +44,15 @@ class PickleFile:
     Args:
         path: Where it is.
         name: What the checkpoint calls it.
+        etag: The hub's name of its content, where it is from there.
 
     Raises:
         CheckpointError: PyTorch is not there; the file is damaged; it holds no tensors by name; or its pickle wants
             more than tensors, which would be code that the file chooses.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, *, etag: str = "") -> None:
+        self.etag = etag
         self._arrays: dict[str, NumpyArray] = {}
         tensors: dict[str, TensorInfo] = {}
         faults: list[tuple[str, str]] = []

@@ -118,6 +118,7 @@ class RangedFile:
         if self._version is None:
             self._transfer(0, PROBE_BYTES, first.extend, threading.Event())
             assert self._version is not None
+        self.etag = self._version[0]
         self._folder = folder / sha256(repr(self._version).encode()).hexdigest()
         with self._keeping():
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -181,6 +181,11 @@ class Source:
         return {name: file.header.file_bytes for name, file in sorted(self._opened.items())}
 
     @property
+    def etags(self) -> dict[str, str]:
+        """What the hub calls the content of each of its files opened so far: of large ones, their SHA-256."""
+        return {name: file.etag for name, file in sorted(self._opened.items()) if file.etag}
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of the headers and of the tensors read so far, each as often as it was read."""
         return self._traffic.read_bytes + sum(file.header.header_bytes for file in self._opened.values())
@@ -370,13 +375,16 @@ def _from_headers(source: Source, files: list[str]) -> Source:
 
 def _open_hub(name: str, *, revision: str | None, token: str | bool | None, progress: Progress | None) -> Source:
     # Imported here because local files need not wait for it.
-    from checkpoints_convert.hub import Hub
+    from checkpoints_convert.hub import Hub, cached_etag
 
     traffic = Traffic(progress)
     hub = Hub(name, revision=revision, token=token, count=traffic.fetched)
 
     def open_file(file: str) -> TensorFile:
-        return PickleFile(hub.locate(file), file) if Path(file).suffix in SUFFIXES else hub.open(file)
+        if Path(file).suffix not in SUFFIXES:
+            return hub.open(file)
+        path = hub.locate(file)
+        return PickleFile(path, file, etag=cached_etag(path))
 
     def source(files: Mapping[str, str]) -> Source:
         return Source(name, files, open_file=open_file, locate=hub.locate, revision=hub.revision, traffic=traffic)

@@ -331,6 +331,7 @@ def open_checkpoint(
         "source": source.name,
         "revision": source.revision,
         "files": source.sizes,
+        "etags": source.etags,
         "mapping": mapping.name,
         "layout": mapping.layout,
         "tensors": list(mapping.names),  # as they are spelt there: `export` spells them so again

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ for name, revision, token in json.loads(sys.argv[2]):
         mapping = detect(source, mappings.kimi_k25.mappings(**json.loads(sys.argv[1])))
         params = load_parameters(source, mapping, {p: Target(s, "float32") for p, s in mapping.shapes.items()})
         reports.append({"sum": float(sum(float(abs(v).sum()) for v in params.values())), "revision": source.revision,
-                        "files": source.sizes, "config": source.config, "bytes_fetched": source.bytes_fetched})
+                        "files": source.sizes, "etags": source.etags, "config": source.config,
+                        "bytes_fetched": source.bytes_fetched})
     except CheckpointError as error:
         reports.append({"error": str(error)})
 print(json.dumps(reports))
@@ -81,6 +83,9 @@ def test_only_the_towers_bytes_are_fetched_and_then_kept_for_offline_use(hub, tm
     assert report["sum"] == pytest.approx(total(tower), rel=1e-5)
     assert report["revision"] == COMMIT
     assert report["config"] == {"model_type": "tiny"}
+    assert report["etags"] == {
+        file: sha256((tmp_path / "repo" / file).read_bytes()).hexdigest() for file in report["files"]
+    }
     assert report["files"].keys() == {"model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"}
     assert hub.fetched() == {*report["files"], "config.json", "model.safetensors.index.json"}
     assert LANGUAGE not in {request.file for request in hub.requests}
@@ -91,7 +96,7 @@ def test_only_the_towers_bytes_are_fetched_and_then_kept_for_offline_use(hub, tm
 
     hub.requests.clear()
     again, uncached = run(hub, tmp_path, ("org/tiny", None, None), ("org/uncached", None, None), offline=True)
-    assert (again["sum"], again["bytes_fetched"]) == (report["sum"], 0)
+    assert (again["sum"], again["bytes_fetched"], again["etags"]) == (report["sum"], 0, report["etags"])
     assert "org/uncached: config.json: not in the cache" in uncached["error"]
     assert hub.requests == []
 
@@ -119,6 +124,7 @@ def test_weights_that_the_hub_sends_from_elsewhere_are_told_apart_by_the_hubs_et
     (report,) = run(front, tmp_path, ("hf://org/tiny@v1", None, "secret"))
     front.close()
     assert report["sum"] == pytest.approx(total(tower), rel=1e-5)
+    assert report["etags"].keys() == report["files"].keys()
     assert {request.file for request in hub.requests} == report["files"].keys()
     assert {request.authorization for request in hub.requests} == {""}  # the token stays with the hub
 
@@ -128,6 +134,7 @@ def test_a_server_that_does_not_send_parts_has_the_towers_files_downloaded_whole
     (report,) = run(whole, tmp_path, ("org/tiny", None, None))
     whole.close()
     assert report["sum"] == pytest.approx(total(tower), rel=1e-5)
+    assert report["etags"].keys() == report["files"].keys()
     assert LANGUAGE not in whole.fetched()
 
 
@@ -184,6 +191,7 @@ def test_pickles_of_a_hub_are_downloaded_whole(hub, tmp_path, tower):
     torch.save(tensors, tmp_path / "repo" / "pytorch_model.bin")
     (report,) = run(hub, tmp_path, ("org/tiny", None, None))
     assert report["sum"] == pytest.approx(total(tower), rel=1e-5)
+    assert report["etags"].keys() == {"pytorch_model.bin"}
 
 
 @pytest.mark.parametrize("quiet", [False, True])
