@@ -1,10 +1,11 @@
-"""Another JAX implementation: the Flax encoders of transformers 4.57, which has CLIP's, DINOv2's and Whisper's.
+"""Other JAX implementations, each in an environment of its own: neither can be installed beside jaxenc.
 
-    python -m benchmarks.peers --encoder NAME --dtype DTYPE --folder FOLDER
+    python -m benchmarks.peers PEER --encoder NAME --dtype DTYPE --folder FOLDER
 
-is run by `benchmarks.speed --peer-python` with an interpreter that has `transformers>=4.57,<4.58`, flax and jax: it
-cannot have jaxenc too, which needs a newer huggingface_hub. It reads numbers of items from stdin and answers each with
-the seconds that encoding so many took, as a JSON object in a line. Weights are random: they cost the same.
+is run by `benchmarks.speed --peer PEER=PYTHON`. `flax` are the encoders of `transformers>=4.57,<4.58` with flax and
+jax; `easydel` is easydel with pillow and torch, without which it cannot be imported. It reads numbers of items from
+stdin and answers each with the seconds that encoding so many took, as a JSON object in a line. Weights are random: they
+cost the same.
 """
 
 import argparse
@@ -15,11 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PEERS = ("clip", "dinov2", "whisper")  # families
+PEERS = {"flax": ("clip", "dinov2", "whisper"), "easydel": ("clip",)}  # the families of each
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--encoder", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--folder", type=Path, required=True, help="of config.json")
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # what libraries print must not be taken for an answer
     answers, sys.stdout = sys.stdout, sys.stderr
     config = json.loads((args.folder / "config.json").read_text())
-    encode, shape = made(args.encoder.partition(":")[0], config, args.dtype)
+    make = {"flax": flax, "easydel": easydel}[args.peer]
+    encode, shape = make(args.encoder.partition(":")[0], config, args.dtype)
 
     import jax
     import numpy as np
@@ -41,7 +44,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def made(family: str, config: dict[str, Any], dtype: str) -> tuple[Callable[[Any], Any], tuple[int, ...]]:
+Made = tuple[Callable[[Any], Any], tuple[int, ...]]
+
+
+def easydel(family: str, config: dict[str, Any], dtype: str) -> Made:
+    """The same of easydel's CLIP, with the attention that it takes on CPU."""
+    import jax
+    import jax.numpy as jnp
+    from easydel.modules.clip.clip_configuration import CLIPVisionConfig
+    from easydel.modules.clip.modeling_clip import CLIPVisionModel
+    from flax import nnx
+
+    compute = jnp.dtype(dtype)
+    sizes = CLIPVisionConfig(**config["vision_config"])
+    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
+    model = CLIPVisionModel(sizes, dtype=compute, param_dtype=compute, precision=precision, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state, x: nnx.merge(graph, state)(x).last_hidden_state)
+
+    def encode(x: Any) -> Any:
+        with sizes.mesh:
+            return compiled(state, x.astype(compute))
+
+    return encode, (3, sizes.image_size, sizes.image_size)
+
+
+def flax(family: str, config: dict[str, Any], dtype: str) -> Made:
     """The compiled encoder, and the shape of an item."""
     import jax
     import jax.numpy as jnp

@@ -3,7 +3,7 @@
     python -m benchmarks.speed                                    # every encoder, case and dtype
     python -m benchmarks.speed --encoder kimi_k25 --dtype bfloat16
     python -m benchmarks.speed --jax-python python3.12            # ours with that interpreter's JAX; may be repeated
-    python -m benchmarks.speed --peer-python peers/bin/python     # another JAX implementation too: benchmarks.peers
+    python -m benchmarks.speed --peer flax=peers/bin/python       # another JAX implementation too: benchmarks.peers
 
 Every engine is a process that stays, and they take turns: ours, the original as it is, the original compiled. Each case
 runs once unmeasured (compiling), then `--rounds` times.
@@ -36,12 +36,13 @@ TABLE = Table(
         "Seconds from items to rows on the host, at the published sizes, with seeded random weights: medians over "
         "turns. Every engine is a process with as many threads as there are cores. `ratio` is our time over that of "
         "PyTorch's better one, its original as it is (scaled_dot_product_attention) or with every block compiled: "
-        "below 1 is in our favour. `flax s` is what the encoder takes that transformers 4.57 has in Flax, where it has "
-        "one. `peak share` is the FLOPs that the items take, padding not among them, over our "
-        "time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype; `roofline` the "
-        "same of the longer of two times, that of the FLOPs and that of reading all weights once. `compile s` is what "
-        "our first call took longer than the others, `cached s` the same where XLA's persistent cache has the "
-        "programs. `host` is what reading, packing, laying out and unpacking take by themselves, of our time."
+        "below 1 is in our favour. `flax s` is what the encoder takes that transformers 4.57 has in Flax, `easydel s` "
+        "that of easydel, where they have one. `peak share` is the FLOPs that the items take, padding not among them, "
+        "over our time, of the fastest matrix product that JAX or PyTorch made on the machine in that dtype; "
+        "`roofline` the same of the longer of two times, that of the FLOPs and that of reading all weights once. "
+        "`compile s` is what our first call took longer than the others, `cached s` the same where XLA's persistent "
+        "cache has the programs. `host` is what reading, packing, laying out and unpacking take by themselves, of our "
+        "time."
     ),
     columns={
         "encoder": lambda row: row["encoder"],
@@ -52,7 +53,7 @@ TABLE = Table(
         "ours s": lambda row: f"{row['ours_s']:.3g}",
         "torch s": lambda row: _seconds(row, "torch"),
         "compiled s": lambda row: _seconds(row, "torch.compile"),
-        "flax s": lambda row: f"{row['flax_s']:.3g}" if row.get("flax_s") else "-",
+        **{f"{peer} s": lambda row, peer=peer: _number(row.get(f"{peer}_s")) for peer in PEERS},
         "ratio": lambda row: f"{row['ratio_to_torch']:.2f}",
         "peak share": lambda row: f"{row['peak_share']:.0%}",
         "roofline": lambda row: f"{row['roofline_share']:.0%}",
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", action="append", help="some alone")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each engine")
     parser.add_argument("--jax-python", action="append", help="interpreters to run ours with; this one if not given")
-    parser.add_argument("--peer-python", help="an interpreter with transformers 4.57 and flax")
+    parser.add_argument("--peer", action="append", default=[], help="another JAX implementation: its name=interpreter")
     parser.add_argument("--originals", nargs="+", choices=ORIGINALS, default=ORIGINALS, help="PyTorch's, some alone")
     args = parser.parse_args(argv)
     folder = args.results or (None if args.small else RESULTS)
@@ -99,10 +100,11 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
             )
 
-        peer = None
-        if args.peer_python and subject.config.family in PEERS:
-            peer = stack.enter_context(Worker("benchmarks.peers", *options, python=args.peer_python))
-
+        peers = {
+            name: stack.enter_context(Worker("benchmarks.peers", name, *options, python=python))
+            for name, _, python in (peer.partition("=") for peer in args.peer)
+            if subject.config.family in PEERS[name]
+        }
         pythons = args.jax_python or [sys.executable]
         engines = [(engine, sys.executable) for engine in args.originals]
         engines += [("jaxenc", python) for python in pythons]
@@ -110,17 +112,17 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
         answers = [worker.ask("limits") for worker in workers.values()]
         limits = {what: max(answer[what] for answer in answers) for what in ("flops_per_s", "bytes_per_s")}
         found: dict[str, dict[tuple[str, str], list[Row]]] = {}
-        peers: dict[str, list[float]] = {}
+        peers_s: dict[str, dict[str, list[float]]] = {}
         for case, (_, given) in sources(subject.sized(folder)).items():
             if args.case and case not in args.case:
                 continue
             taken: dict[tuple[str, str], list[Row]] = {engine: [] for engine in engines}
-            peers[case] = []
+            peers_s[case] = {f"{name}_s": [] for name in peers}
             for _ in range(args.rounds + 1):
                 for engine, worker in workers.items():
                     taken[engine].append(worker.ask(case) | {"load_average": load_average()})
-                if peer:
-                    peers[case].append(peer.ask(str(len(given)))["seconds"])
+                for name, peer in peers.items():
+                    peers_s[case][f"{name}_s"].append(peer.ask(str(len(given)))["seconds"])
             found[case] = taken
             print(f"{subject.name} {dtype}: {case} done", file=sys.stderr, flush=True)
         host = {(python, case): workers["jaxenc", python].ask(f"host {case}") for python in pythons for case in found}
@@ -136,7 +138,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 cached=again[python].ask(case),
                 host=host[python, case],
             )
-            | ({"flax_s": statistics.median(peers[case][1:])} if peer else {})
+            | {name: statistics.median(seconds[1:]) for name, seconds in peers_s[case].items()}
             for case, taken in found.items()
             for python in pythons
         ]
@@ -191,7 +193,10 @@ def _row(
 
 
 def _seconds(row: Row, engine: str) -> str:
-    seconds: Any = row["originals_s"].get(engine)
+    return _number(row["originals_s"].get(engine))
+
+
+def _number(seconds: Any) -> str:
     return "-" if seconds is None else f"{seconds:.3g}"
 
 
