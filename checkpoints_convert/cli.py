@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import typer
 
 import checkpoints_convert
-from checkpoints_convert import CheckpointError
+from checkpoints_convert import CheckpointError, originals
 from checkpoints_convert.convert import check_destination
 from jaxenc import console
 from jaxenc.console import Debug, Json, Output, Quiet, Version
@@ -146,6 +146,11 @@ def verify(
         str, typer.Argument(metavar="SRC", help="What was converted; or DST alone, to check its own checksums.")
     ],
     dst: Annotated[Path | None, typer.Argument(metavar="[DST]", help="What `convert` made of it.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="torch", help="Also compare rows with those of transformers, given SRC's own tensors."),
+    ] = None,
+    tower: Tower = None,
     revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -153,39 +158,54 @@ def verify(
 ) -> None:
     """Compares every tensor with what the inverse mapping makes of the converted checkpoint, bit for bit.
 
-    Without SRC, compares the converted checkpoint with the checksums that were kept when it was written.
+    Without SRC, compares the converted checkpoint with the checksums that were kept when it was written. Against torch,
+    encodes a photograph, a video or speech too, with DST or without it with SRC.
     """
+    if against not in (None, "torch"):
+        raise typer.BadParameter(f"--against {against}: it can be torch")
     output = Output(as_json, quiet)
-    if dst is None:
+    if dst is None and against is None:
         _verify_checksums(src, output)
         return
-    stored = open_checkpoint(dst)
+    reference = originals.require() if against else ""  # before anything is read
     bar = BytesBar(shown=not quiet)
     source = checkpoints_convert.open_source(src, revision=revision, progress=bar.fetched)
+    stored = open_checkpoint(src if dst is None else dst, tower=tower, revision=None if dst else revision)
     mapping = checkpoints_convert.detect(source, stored.config.mappings())
-    total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
-    with bar.counting(f"verifying {dst}", total) as progress:
-        report = checkpoints_convert.verify(source, mapping, dst, progress=progress)
-    data = {
-        "source": src,
-        "destination": str(dst),
-        "exact": report.exact,
-        "widened": report.widened,
-        "rounded": report.rounded,
-        "differing": list(report.differing),
-        "nonfinite": report.nonfinite,
-        "ok": report.ok,
-    }
-    lines = [f"{report.exact} tensors equal bit for bit"] if report.exact or not report.widened else []
-    if report.widened:
-        lines.append(f"{report.widened} tensors equal (stored as {stored.dtype.name})")
-    if report.rounded:
-        lines.append(f"{report.rounded} tensors equal after rounding to {stored.dtype.name}")
-    if report.nonfinite:
-        lines.append(f"{report.nonfinite} values of the source are NaN or infinite")
-    output.result(data, "\n".join(lines))
-    if not report.ok:
-        raise CheckpointError(f"{dst}: differs from {src}", report.differing)
+    data: dict[str, Any] = {"source": src}
+    lines: list[str] = []
+    problems: list[str] = []
+    if dst is not None:
+        data["destination"] = str(dst)
+        total = sum(array.nbytes for array in checkpoints_convert.stored_arrays(dst).values())
+        with bar.counting(f"verifying {dst}", total) as progress:
+            report = checkpoints_convert.verify(source, mapping, dst, progress=progress)
+        data |= {
+            "exact": report.exact,
+            "widened": report.widened,
+            "rounded": report.rounded,
+            "differing": list(report.differing),
+            "nonfinite": report.nonfinite,
+        }
+        problems += report.differing
+        if report.exact or not report.widened:
+            lines.append(f"{report.exact} tensors equal bit for bit")
+        if report.widened:
+            lines.append(f"{report.widened} tensors equal (stored as {stored.dtype.name})")
+        if report.rounded:
+            lines.append(f"{report.rounded} tensors equal after rounding to {stored.dtype.name}")
+        if report.nonfinite:
+            lines.append(f"{report.nonfinite} values of the source are NaN or infinite")
+    if against:
+        size = sum(source.info(name).size_bytes for name in mapping.names)
+        with bar.counting(f"comparing with {reference}", size):
+            found = originals.differences(source, mapping, stored.config, dst, revision=revision)
+        data["against"] = found.data
+        lines += found.lines
+        problems += found.problems
+    output.result(data | {"ok": not problems}, "\n".join(lines))
+    if problems:
+        raise CheckpointError(f"{src if dst is None else dst}: differs from {src if dst else reference}", problems)
 
 
 @app.command()
