@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import typer
 
 import checkpoints_convert
-from checkpoints_convert import CheckpointError, originals
+from checkpoints_convert import CheckpointError, rows
 from checkpoints_convert.convert import check_destination
 from jaxenc import console
 from jaxenc.console import Debug, Json, Output, Quiet, Version
@@ -167,7 +167,7 @@ def verify(
     if dst is None and against is None:
         _verify_checksums(src, output)
         return
-    reference = originals.require() if against else ""  # before anything is read
+    reference = rows.require() if against else ""  # before anything is read
     bar = BytesBar(shown=not quiet)
     source = checkpoints_convert.open_source(src, revision=revision, progress=bar.fetched)
     stored = open_checkpoint(src if dst is None else dst, tower=tower, revision=None if dst else revision)
@@ -199,7 +199,7 @@ def verify(
     if against:
         size = sum(source.info(name).size_bytes for name in mapping.names)
         with bar.counting(f"comparing with {reference}", size):
-            found = originals.differences(source, mapping, stored.config, dst, revision=revision)
+            found = rows.differences(source, mapping, stored.config, dst)
         data["against"] = found.data
         lines += found.lines
         problems += found.problems

@@ -4,24 +4,21 @@ The model is built from the checkpoint's config.json, and given its tower's tens
 the names mean, and what order rows are in, is then transformers' word and not that of `checkpoints_convert.mappings`.
 Where transformers cannot read a published layout, that table is gone through after all, and it is said.
 
-Importing this needs neither torch nor transformers: `require` says what to install.
+`rows.differences` imports this, after it has seen that torch and transformers are there.
 """
 
-import importlib.metadata
-import importlib.util
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.resources import files
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-import jaxenc
-from checkpoints_convert.convert import stored_arrays
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.mapping import Mapping as KeyMapping
 from checkpoints_convert.sources import NumpyArray, Source
@@ -29,178 +26,9 @@ from jaxenc.items import Item
 from jaxenc.models.base import EncoderConfig
 from jaxenc.models.internvit import THEIR_DEFAULTS, THEIR_NAMES, THEIRS, as_transformers_says
 from jaxenc.models.published import with_defaults
-from jaxenc.packing import Budget
-from jaxenc.preprocess.audio import load_audio
-from jaxenc.preprocess.images import load_image
-
-ASSETS = files("jaxenc") / "assets"
-# older ones compute another audio tower: 4.57's ignores its attention windows
-OLDEST = (5, 24)
-# Two right ways to add up in float32 differ: at every published size ours is at most 1.3 times as far from float64 as
-# torch's (benchmarks/results). Below the floor nothing is said, since float64 as transformers runs it keeps tables of
-# float32 (rotary angles, sinusoids, resampling): torch in float32 shares their rounding with it, and ours does not.
-TIMES, FLOOR = 3.0, 1e-5
 
 Config = dict[str, Any]
 Rows = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far rows of one item are apart; errors are of the absmax of torch's rows.
-
-    Attributes:
-        item: its name.
-        rows: that come out.
-        difference_max: largest |ours - torch's|, both in float32.
-        difference_rms: its root mean square.
-        ours_max: largest error of ours against torch in float64.
-        torch_max: that of torch in float32.
-    """
-
-    item: str
-    rows: int
-    difference_max: float
-    difference_rms: float
-    ours_max: float
-    torch_max: float
-
-    @property
-    def ratio(self) -> float:
-        """Our error over torch's own."""
-        return self.ours_max / max(self.torch_max, 1e-30)
-
-    @property
-    def allowed(self) -> float:
-        """The error that float32 explains."""
-        return max(TIMES * self.torch_max, FLOOR)
-
-    @property
-    def line(self) -> str:
-        """It in words."""
-        return (
-            f"{self.item}: {self.rows} rows, ours - torch's in float32: max {self.difference_max:.1e}, rms "
-            f"{self.difference_rms:.1e} of absmax; from torch in float64: ours {self.ours_max:.1e}, torch's "
-            f"{self.torch_max:.1e}, ratio {self.ratio:.2f}"
-        )
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Those of all items.
-
-    Attributes:
-        reference: what it was: names and versions.
-        independent: whether transformers read the published names itself.
-        items: one each.
-    """
-
-    reference: str
-    independent: bool
-    items: tuple[Difference, ...]
-
-    @property
-    def problems(self) -> list[str]:
-        """A line for each item that float32 does not explain."""
-        return [
-            f"{item.item}: rows are {item.ours_max:.1e} of absmax from torch's in float64; float32 explains "
-            f"{item.allowed:.1e}"
-            for item in self.items
-            if not item.ours_max <= item.allowed  # so that NaN is one
-        ]
-
-    @property
-    def lines(self) -> list[str]:
-        """Them in words."""
-        names = "published names" if self.independent else "through jaxenc's own table of names: not independent"
-        return [f"against {self.reference}, {names}:", *(f"  {item.line}" for item in self.items)]
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Them as plain JSON values."""
-        return {
-            "reference": self.reference,
-            "independent": self.independent,
-            "items": [asdict(item) | {"ratio": item.ratio, "allowed": item.allowed} for item in self.items],
-        }
-
-
-def differences(
-    source: Source,
-    mapping: KeyMapping,
-    encoder: EncoderConfig,
-    checkpoint: str | Path | None = None,
-    *,
-    revision: str | None = None,
-) -> Differences:
-    """Encodes the same items with transformers and with ours.
-
-    Args:
-        source: What transformers is given.
-        mapping: Names of the tower's tensors there.
-        encoder: Which tower it is.
-        checkpoint: What ours is loaded from; the source where not given.
-        revision: Of the source, on the hub.
-
-    Raises:
-        CheckpointError: transformers is not there or does not know the source, or gives other rows than ours.
-    """
-    reference = require()
-    given = _items(encoder)
-    dtypes = {}
-    if checkpoint is not None:  # what it has rounded is rounded for both: rows would differ by much more than a mistake
-        stored = mapping.outputs(stored_arrays(checkpoint))
-        dtypes = {name: dtype for name, (_, dtype) in stored.items()}
-    original = Original(source, mapping, encoder, dtypes)
-    # one model after the other: in float64 there is no room for a second one
-    torch, truth = original.rows(given, dtype="float32"), original.rows(given, dtype="float64")
-    tokens = {sum(encoder.pieces(item)) for item in given}
-    ours = jaxenc.load(
-        checkpoint or source.name,
-        tower=encoder.modality,
-        dtype="float32",
-        budgets=[Budget(n, 1) for n in sorted({-(-n // encoder.unit) * encoder.unit for n in tokens})],
-        revision=None if checkpoint else revision,
-    ).encode_items(given)
-    items = tuple(map(compare, given, ours, torch, truth))
-    return Differences(reference, original.independent, items)
-
-
-def require() -> str:
-    """What the reference is: names and versions.
-
-    Raises:
-        CheckpointError: It is not installed, or too old.
-    """
-    wanted = f'transformers {OLDEST[0]}.{OLDEST[1]} with torch: pip install "jaxenc[verify]"'
-    lacking = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise CheckpointError(f"--against torch: there is no {' and no '.join(lacking)} here; it needs {wanted}")
-    found = importlib.metadata.version("transformers")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
-        raise CheckpointError(f"--against torch: transformers {found} is too old; it needs {wanted}")
-    return f"transformers {found}, torch {importlib.metadata.version('torch')}"
-
-
-def compare(item: Item, ours: npt.ArrayLike, torch: Rows, truth: Rows) -> Difference:
-    """Measures our rows of one item against torch's, in float32 and in float64.
-
-    Raises:
-        CheckpointError: There are more or fewer of them, or of another width.
-    """
-    ours, at = np.asarray(ours, np.float64), getattr(item, "timestamp", None)
-    name = item.name if at is None else f"{item.name} at {at:g} s"
-    if ours.shape != truth.shape:
-        raise CheckpointError(f"{name}: our rows have the shape {list(ours.shape)}, torch's {list(truth.shape)}")
-    absmax = np.abs(truth).max()
-    return Difference(
-        name,
-        len(ours),
-        float(np.abs(ours - torch).max() / np.abs(torch).max()),
-        float(np.sqrt(np.square(ours - torch).mean()) / np.abs(torch).max()),
-        float(np.abs(ours - truth).max() / absmax),
-        float(np.abs(torch - truth).max() / absmax),
-    )
 
 
 @dataclass(frozen=True)
@@ -230,8 +58,6 @@ class Original:
         Raises:
             CheckpointError: transformers knows no such model, or does not find its tensors in the checkpoint.
         """
-        import torch
-
         model, missing = self._model(dtype)
         with torch.no_grad():
             made = [CALLS[self.encoder.family](model, item, getattr(torch, dtype)) for item in given]
@@ -243,11 +69,6 @@ class Original:
 
     def _model(self, dtype: str) -> tuple[Any, list[str]]:
         """The model, and those of its parameters that are not among the tensors: they are NaN."""
-        import torch
-        import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         published = as_transformers_reads(self.source.config)
@@ -261,7 +82,7 @@ class Original:
         model, found = kind.from_pretrained(
             None,
             config=config,
-            state_dict={name: _tensor(value) for name, value in self._tensors().items()},
+            state_dict=self._tensors(),
             dtype=getattr(torch, dtype),
             attn_implementation="sdpa",
             ignore_mismatched_sizes=True,
@@ -278,22 +99,25 @@ class Original:
                 parameters[name].data.fill_(torch.nan)
         return model.eval(), missing
 
-    def _tensors(self) -> dict[str, NumpyArray]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         """The tower's, under the names that transformers reads."""
         self.source.prefetch(self.mapping.names)
         if self.independent:
-            tensors = {name: self.source.read(name) for name in self.mapping.names}
-            return {
-                name: value.astype(self.dtypes.get(name, value.dtype), copy=False) for name, value in tensors.items()
-            }
+            arrays = {name: self._rounded(name, self.source.read(name)) for name in self.mapping.names}
+            # what a whole model with its head puts before the names of a model without
+            return {name.removeprefix("model."): _tensor(array) for name, array in arrays.items()}
         layouts = self.encoder.mappings()
         native = layouts.get("transformers", layouts["original"])
-        params = {target: self.mapping.read(self.source, target) for target in self.mapping.shapes}
-        for target, value in params.items():
-            params[target] = value.astype(self.dtypes.get(self.mapping.sources(target)[0], value.dtype))
-        # transformers has nothing before the names of a tower alone
-        alone = native.prefixes[0] if len(native.prefixes) == 1 else ""
-        return {name.removeprefix(alone): value for name, value in native.export(params)}
+        params = {
+            target: self._rounded(self.mapping.sources(target)[0], self.mapping.read(self.source, target))
+            for target in self.mapping.shapes
+        }
+        # before the names of a tower alone there is nothing
+        prefix = native.prefixes[0] if len(native.prefixes) == 1 else "model."
+        return {name.removeprefix(prefix): _tensor(array) for name, array in native.export(params)}
+
+    def _rounded(self, name: str, array: NumpyArray) -> NumpyArray:
+        return array.astype(self.dtypes.get(name, array.dtype), copy=False)
 
 
 # layouts whose names transformers reads, of families that have others; of all the rest it reads every one
@@ -301,19 +125,20 @@ READS = {"internvit": ("transformers",), "pixtral": ("original",), "qwen3_asr_au
 
 
 def as_transformers_reads(config: Mapping[str, Any]) -> Config:
-    """A published config.json in the words of transformers: those of it that transformers has not learnt to read."""
-    config = {key: value for key, value in config.items() if key != "quantization_config"}  # of the language model
+    """A published config.json in the words of transformers, where it has not learnt to read those."""
+    config = _without_quantization(config)
     vision, model_type = config.get("vision_config") or {}, config.get("model_type")
     if "vision_encoder" in config:
         return _as_pixtral(config)
-    if model_type == "kimi_k25" and "text_hidden_size" in vision:
-        renamed = {key.removeprefix("vt_").removeprefix("init_"): value for key, value in vision.items()}
+    if model_type == "kimi_k25" and vision.get("model_type") != "kimi_k25_vision":
+        tower = {key.removeprefix("vt_").removeprefix("init_"): value for key, value in vision.items()}
+        width = vision.get("text_hidden_size") or config["text_config"]["hidden_size"]
         return {
             "model_type": model_type,
-            "projection_hidden_size": vision.get("mm_hidden_size", renamed["hidden_size"]),
-            "projection_layer_norm_eps": vision["projector_ln_eps"],
-            "text_config": {"model_type": "deepseek_v3", "hidden_size": vision["text_hidden_size"]},
-            "vision_config": renamed | {"model_type": "kimi_k25_vision"},
+            "projection_hidden_size": tower["hidden_size"],
+            "projection_layer_norm_eps": vision.get("projector_ln_eps", 1e-5),
+            "text_config": {"model_type": "deepseek_v3", "hidden_size": width},
+            "vision_config": tower | {"model_type": "kimi_k25_vision"},
         }
     if model_type in THEIRS:  # OpenGVLab's InternViT
         theirs = with_defaults(THEIR_DEFAULTS, vision or config)
@@ -325,15 +150,22 @@ def as_transformers_reads(config: Mapping[str, Any]) -> Config:
         return whole | {"model_type": "internvl", "vision_config": tower, "text_config": text}
     if model_type == "qwen3_asr" and "thinker_config" in config:
         thinker = config["thinker_config"]
+        width = thinker["audio_config"]["output_dim"]
         return {
             "model_type": model_type,
             "audio_config": thinker["audio_config"] | {"model_type": "qwen3_asr_encoder"},
-            "text_config": thinker.get("text_config", {}) | {"model_type": "qwen3"},
+            "text_config": {"model_type": "qwen3", "hidden_size": width},
         }
-    for part in ("text_config", "thinker_config"):
-        if isinstance(config.get(part), dict):
-            config[part] = {key: value for key, value in config[part].items() if key != "quantization_config"}
     return config
+
+
+def _without_quantization(config: Mapping[str, Any]) -> Config:
+    """The language model is quantised, the tower is not."""
+    return {
+        key: _without_quantization(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "quantization_config"
+    }
 
 
 def _as_pixtral(params: Mapping[str, Any]) -> Config:
@@ -356,14 +188,14 @@ def _as_pixtral(params: Mapping[str, Any]) -> Config:
 
 def _leave_out(config: Any, other: str) -> None:
     """Leaves a language model of no layers and few words, and no layers of the other tower: no row depends on them."""
-    whole = hasattr(config, "decoder_layers") or config.get_text_config(decoder=True) is not config
-    if not whole:  # a tower alone
-        return
-    text = config if hasattr(config, "decoder_layers") else config.get_text_config(decoder=True)
-    words = {"layer_types": [], "vocab_size": 8, "pad_token_id": None}
-    layers = {"decoder_layers": 0} if text is config else {"num_hidden_layers": 0}
+    if hasattr(config, "decoder_layers"):  # Whisper's, whose num_hidden_layers are the encoder's
+        text, none = config, dict[str, Any](decoder_layers=0)
+    else:
+        text, none = config.get_text_config(decoder=True), dict[str, Any](num_hidden_layers=0, layer_types=[])
+        if text is config:  # a tower alone
+            return
     for part, values in (
-        (text, words | layers),
+        (text, {**none, "vocab_size": 8, "pad_token_id": None}),
         (getattr(config, other, None), {"depth": 0, "encoder_layers": 0, "deepstack_visual_indexes": []}),
         (config, {"audio_token_id": 0}),
     ):
@@ -372,98 +204,65 @@ def _leave_out(config: Any, other: str) -> None:
                 setattr(part, name, value)
 
 
-def _tensor(value: NumpyArray) -> Any:
-    import torch
-
+def _tensor(value: NumpyArray) -> torch.Tensor:
     value = np.array(value)  # that of a file cannot be written to, of which torch warns
     if value.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(value.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(value)
 
 
-def _items(config: EncoderConfig) -> list[Item]:
-    """What is encoded: a photograph of odd sides, a video where the encoder takes one; or speech."""
-    if config.modality == "audio":
-        return list(config.read("audio", load_audio(str(ASSETS / "sense_and_sensibility.flac")), name="speech"))
-    photograph = load_image(str(ASSETS / "cat.jpg"))
-    # a camera that moves over the photograph
-    frames = np.stack([photograph[12 * i : 12 * i + 112, 40 * i : 40 * i + 140] for i in range(4)])
-    sources = {"images": ("photograph", photograph[40:203, 75:376]), "videos": ("video", (frames, 2.0))}
-    return [
-        item
-        for kind, (name, source) in sources.items()
-        if kind in config.kinds
-        for item in config.read(kind, source, name=name)
-    ]
-
-
 # (model, item, dtype) -> rows
 
 
-def _vit(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _pixels(item: Any, dtype: torch.dtype) -> torch.Tensor:
     (t, h, w), p = item.grid, int(np.sqrt(item.patches.shape[1] // 3))
     pixels = item.patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
-    pixels = torch.tensor(pixels).to(dtype)
-    if hasattr(model, "multi_modal_projector"):
-        sizes = {"image_sizes": torch.tensor([[h * p, w * p]] * t)} if model.config.model_type == "mistral3" else {}
-        return torch.cat(tuple(model.get_image_features(pixels, **sizes).pooler_output))
-    return getattr(model, "vision_model", model)(pixels).last_hidden_state
+    return torch.tensor(pixels).to(dtype)
 
 
-def _siglip(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
+def _vit(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
+    pixels = _pixels(item, dtype)
+    if not hasattr(model, "multi_modal_projector"):
+        return getattr(model, "vision_model", model)(pixels).last_hidden_state
+    sizes = [pixels.shape[-2:]] * len(pixels)
+    given = {"image_sizes": torch.tensor(sizes)} if model.config.model_type == "mistral3" else {}
+    return torch.cat(tuple(model.get_image_features(pixels, **given).pooler_output))
 
-    heads: list[Any] = []
+
+def _siglip(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     tower = getattr(model, "vision_model", model)
-    if hasattr(tower, "head"):  # its row comes first
-        tower.head.register_forward_hook(lambda _, __, out: heads.append(out[:, None]))
-    rows = _vit(model, item, dtype)
-    return torch.cat([*heads, rows], dim=1) if heads else rows
+    if not hasattr(tower, "head"):
+        return _vit(model, item, dtype)
+    made = tower(_pixels(item, dtype))
+    return torch.cat([made.pooler_output[:, None], made.last_hidden_state], dim=1)
 
 
-def _siglip2(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _siglip2(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     _, h, w = item.grid
     patches = torch.tensor(item.patches)[None].to(dtype)
     tower = getattr(model, "vision_model", model)
     return tower(patches, torch.ones(1, h * w), torch.tensor([[h, w]])).last_hidden_state
 
 
-def _kimi(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _kimi(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     patch = model.config.vision_config.patch_size
     pixels = torch.tensor(item.patches).to(dtype).reshape(-1, 3, patch, patch)
     return torch.cat(model.get_image_features(pixels, torch.tensor([item.grid])).pooler_output)
 
 
-def _qwen(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _qwen(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     pixels, grid = torch.tensor(item.patches).to(dtype), torch.tensor([item.grid])
-    if not hasattr(model, "visual"):  # a tower alone
-        made = model(pixels, grid_thw=grid)
-    elif item.grid[0] > 1:
-        made = model.get_video_features(pixels, grid)
-    else:
-        made = model.get_image_features(pixels, grid)
+    made = (model.get_video_features if item.grid[0] > 1 else model.get_image_features)(pixels, grid)
     # DeepStack's rows stand behind the merged ones
     parts = [made.pooler_output, *(made.get("deepstack_features") or ())]
     return torch.cat([part if isinstance(part, torch.Tensor) else torch.cat(tuple(part)) for part in parts], dim=-1)
 
 
-def _whisper(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _whisper(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     return model.encoder(torch.tensor(item.mel)[None].to(dtype)).last_hidden_state
 
 
-def _qwen2_audio(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _qwen2_audio(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     given: list[Any] = []
     model.language_model.register_forward_pre_hook(
         lambda _, __, named: given.append(named["inputs_embeds"]), with_kwargs=True
@@ -475,23 +274,19 @@ def _qwen2_audio(model: Any, item: Any, dtype: Any) -> Any:
     return given[0]
 
 
-def _omni_audio(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _omni_audio(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     mask = torch.ones(1, item.mel.shape[1], dtype=torch.long)
     return model.get_audio_features(torch.tensor(item.mel)[None].to(dtype), mask).last_hidden_state
 
 
-def _asr_audio(model: Any, item: Any, dtype: Any) -> Any:
-    import torch
-
+def _asr_audio(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:
     frames = item.mel.shape[1]
     mel = np.pad(item.mel, ((0, 0), (0, -frames % 100)))  # up to whole chunks, as the processor makes them
     mask = (torch.arange(mel.shape[1]) < frames)[None].long()
     return model.get_audio_features(torch.tensor(mel)[None].to(dtype), mask).pooler_output
 
 
-CALLS: Mapping[str, Callable[[Any, Any, Any], Any]] = {
+CALLS: Mapping[str, Callable[[Any, Any, torch.dtype], torch.Tensor]] = {
     "kimi_k25": _kimi,
     **dict.fromkeys(("clip", "dinov2", "internvit", "pixtral"), _vit),
     "siglip": _siglip,
