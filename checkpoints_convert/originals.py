@@ -7,7 +7,9 @@ Where transformers cannot read a published layout, that table is gone through af
 `rows.differences` imports this, after it has seen that torch and transformers are there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +65,7 @@ class Original:
             made = [CALLS[self.encoder.family](model, item, getattr(torch, dtype)) for item in given]
         rows = [part.reshape(-1, part.shape[-1]).double().numpy() for part in made]
         if not all(np.isfinite(part).all() for part in rows):
-            found = [f"{name}: transformers finds no tensor for it" for name in missing]
+            found = _grouped(missing, "transformers finds no tensor for it")
             raise CheckpointError(f"{self.source.name}: torch's rows are NaN or infinite", found)
         return rows
 
@@ -88,8 +90,8 @@ class Original:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        problems = [f"{name}: transformers does not know this tensor" for name in sorted(found["unexpected_keys"])]
-        problems += [f"{entry[0]}: transformers expects another shape" for entry in sorted(found["mismatched_keys"])]
+        problems = _grouped(found["unexpected_keys"], "transformers does not know this tensor")
+        problems += _grouped((name for name, *_ in found["mismatched_keys"]), "transformers expects another shape")
         if problems:
             raise CheckpointError(f"{self.source.name}: is not what {kind.__name__} reads", problems)
         # language model, another tower, blocks that no row depends on: were one needed after all, rows would be NaN
@@ -202,6 +204,15 @@ def _leave_out(config: Any, other: str) -> None:
         for name, value in values.items():
             if hasattr(part, name):
                 setattr(part, name, value)
+
+
+def _grouped(names: Iterable[str], what: str) -> list[str]:
+    """A line for the tensors of one name in all blocks."""
+    groups = defaultdict(list)
+    for name in sorted(names):
+        groups[re.sub(r"(?<=\.)\d+(?=\.)", "N", name)].append(name)
+    counted = [(group[0], f" (and {len(group) - 1} more like it)" * (len(group) > 1)) for group in groups.values()]
+    return [f"{first}{more}: {what}" for first, more in counted]
 
 
 def _tensor(value: NumpyArray) -> torch.Tensor:

@@ -30,7 +30,6 @@ OLDEST = (5, 24)
 # float32 (rotary angles, sinusoids, resampling): torch in float32 shares their rounding with it, and ours does not.
 TIMES, FLOOR = 3.0, 1e-5
 
-
 Rows = npt.NDArray[np.float64]
 
 
@@ -115,10 +114,7 @@ class Differences:
 
 
 def differences(
-    source: Source,
-    mapping: Mapping,
-    encoder: EncoderConfig,
-    checkpoint: str | Path | None = None,
+    source: Source, mapping: Mapping, encoder: EncoderConfig, checkpoint: str | Path | None = None
 ) -> Differences:
     """Encodes the same items with transformers and with ours.
 
@@ -140,6 +136,7 @@ def differences(
     if checkpoint is not None:  # what it has rounded is rounded for both: rows would differ by much more than a mistake
         stored = mapping.outputs(stored_arrays(checkpoint))
         dtypes = {name: dtype for name, (_, dtype) in stored.items()}
+
     original = Original(source, mapping, encoder, dtypes)
     # one model after the other: in float64 there is no room for a second one
     torch, truth = original.rows(given, dtype="float32"), original.rows(given, dtype="float64")

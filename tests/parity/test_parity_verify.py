@@ -14,9 +14,13 @@ import pytest
 
 import checkpoints_convert
 from benchmarks.subjects import SUBJECTS
+from checkpoints_convert import CheckpointError, originals, rows
 from checkpoints_convert.cli import app
 from checkpoints_convert.mappings import clip as names
 from jaxenc import console
+from jaxenc.loading import open_checkpoint
+from tests.checkpoints_convert.hub import Hub
+from tests.checkpoints_convert.test_convert_hub import command_line
 from tests.parity.checkpoints import write_checkpoint
 
 # published names that transformers does not read, so that our table is gone through
@@ -38,6 +42,72 @@ def test_rows_are_those_of_the_original_as_transformers_loads_it(
         assert 0 < item["difference_rms"] < item["difference_max"] < 1e-5
         assert 0 < item["torch_max"] < 1e-5
         assert item["ours_max"] <= item["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "config", "independent"),
+    [
+        ("pixtral:12b", "mistral", "params", False),
+        ("pixtral:mistral-small-3.1", "mistral", "params", False),
+        ("internvit:300m", "original", "chat", False),
+        ("internvit:6b, 8 layers", "hub", "original", True),
+        ("kimi_k25", "transformers", "transformers", True),
+        ("qwen2_5_vl:7b", "model", "original", True),
+        ("qwen3_omni_audio", "thinker", "thinker", True),
+        ("qwen3_asr_audio:1.7b", "transformers", "transformers", True),
+        ("dinov2:giant", "classifier", "original", True),
+    ],
+)
+def test_other_published_layouts_are_read_too(
+    name: str, layout: str, config: str, independent: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = SUBJECTS[name]
+    src = subject.checkpoint(small=True).write(tmp_path / "published", layout=layout, config=config)
+    if config == "params":
+        (src / "config.json").rename(src / "params.json")
+    code, found, _ = verify(capsys, str(src), "--tower", subject.config.modality)
+    assert (code, found["against"]["independent"]) == (0, independent)
+
+
+def test_a_tensor_that_rows_depend_on_and_that_is_not_read_is_named(tmp_path: Path) -> None:
+    src, _ = converted("clip:large", tmp_path)
+    stored = open_checkpoint(src)
+    assert stored.source is not None
+    assert stored.mapping is not None
+    entries = tuple(entry for entry in stored.mapping.entries if not entry.target.startswith("pre_norm"))
+    with pytest.raises(CheckpointError, match=r"\n  vision_model\.pre_layrnorm\.weight: transformers finds no tensor"):
+        rows.differences(stored.source, replace(stored.mapping, entries=entries), stored.config)
+
+
+def test_names_that_transformers_does_not_know_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, dst = converted("internvit:300m", tmp_path)
+    monkeypatch.setattr(originals, "READS", {})
+    code, _, error = verify(capsys, src, dst)
+    assert code == 1
+    assert "vision_model.encoder.layers.0.ls1 (and 2 more like it): transformers does not know this tensor" in error
+
+
+def test_of_a_hub_repository_only_the_towers_files_are_asked_for(tmp_path: Path) -> None:
+    checkpoint = SUBJECTS["kimi_k25"].checkpoint(small=True)
+    # the language model's tensors come first: they fill the first file
+    repository = checkpoint.write(tmp_path / "repository", shards=6)
+    index = json.loads((repository / "model.safetensors.index.json").read_text())["weight_map"]
+    hub = Hub(repository)
+    script = "from checkpoints_convert.cli import main; main()"
+    arguments = ["verify", "hf://org/tiny@v1", "--against", "torch", "--json"]
+    done = command_line(hub, tmp_path, "-c", script, *arguments)
+    hub.close()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["against"]["independent"]
+    files = {index[name] for name in checkpoint.tensors["original"]}
+    assert index["language_model.lm_head.weight"] not in files
+    assert hub.fetched() == {"config.json", "model.safetensors.index.json", *files}
+
+
+def test_only_torch_can_be_compared_with(tmp_path: Path) -> None:
+    assert console.run(app, ["verify", str(tmp_path), "--against", "numpy"]) == 2
 
 
 def test_without_dst_the_published_checkpoint_is_encoded_itself(
