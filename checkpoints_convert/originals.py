@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.mapping import Mapping as KeyMapping
 from checkpoints_convert.sources import NumpyArray, Source
+from checkpoints_convert.values import to_round_once
 from jaxenc.items import Item
 from jaxenc.models.base import EncoderConfig
 from jaxenc.models.internvit import THEIR_DEFAULTS, THEIR_NAMES, THEIRS, as_transformers_says
@@ -119,7 +120,8 @@ class Original:
         return {name.removeprefix(prefix): _tensor(array) for name, array in native.export(params)}
 
     def _rounded(self, name: str, array: NumpyArray) -> NumpyArray:
-        return array.astype(self.dtypes.get(name, array.dtype), copy=False)
+        dtype = np.dtype(self.dtypes.get(name, array.dtype))
+        return to_round_once(array, dtype).astype(dtype, copy=False)
 
 
 # layouts whose names transformers reads, of families that have others; of all the rest it reads every one
