@@ -390,7 +390,7 @@ def detect(source: Source, mappings: MappingABC[str, Mapping]) -> Mapping:
     Raises:
         CheckpointError: None of them has a name in common with the checkpoint.
     """
-    names = set(source.names)
+    names = source.names
     best = max((mapping.located(names) for mapping in mappings.values()), key=lambda mapping: mapping.hits(names))
     if not best.hits(names):
         prefixes = sorted({prefix for mapping in mappings.values() for prefix in mapping.prefixes})

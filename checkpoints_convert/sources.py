@@ -432,7 +432,7 @@ def _read_json(name: str, file: str, locate: Callable[[str], Path]) -> dict[str,
 
 def _read_index(name: str, index: str, locate: Callable[[str], Path]) -> dict[str, str]:
     files = _read_json(name, index, locate).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+    if not isinstance(files, dict) or not set(map(type, files.values())) <= {str}:
         raise CheckpointError(f"{name}: {index} has no 'weight_map' of tensor names to file names")
     suffixes = SUFFIXES if index == PICKLE_INDEX_FILE else (SUFFIX,)
     outside = sorted(file for file in set(files.values()) if not _inside(file, suffixes))
