@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ APART_TOKENS = 2048
 APART_BYTES = 2**20
 # To here one product uses two threads badly in Eigen, and a third less time goes into two of half the channels each
 PARTS_TOKENS, PARTS = 512, 2
+# Of so many terms PyTorch's float32 sums (MKL) are off by 3.5e-7, one term after the other by 1.2e-6
+TERMS, SUM_ERROR = 4096, 5e-7
 
 
 class Programs:
@@ -132,12 +135,12 @@ class Programs:
     def _eigen(self) -> bool:
         """Whether products come from Eigen.
 
-        XLA takes its CPU products from YNNPACK, whose float32 sums err 1.5 to 3 times as much as PyTorch's: most where
-        vectors are narrow. Eigen's are as good as PyTorch's. (YNNPACK's sums without products err less than XLA's own,
-        and are faster.) Not on several (virtual) devices: their programs share one pool of threads, where Eigen can
-        pack the next block over one that is still to be used.
+        XLA takes its CPU products from YNNPACK, which is a third faster where registers are wide, and as good as
+        PyTorch; where they are narrow, its float32 sums err up to three times as much, and Eigen's do not. (YNNPACK's
+        sums without products err less than XLA's own, and are faster, everywhere.) Not on several (virtual) devices:
+        their programs share one pool of threads, where Eigen can pack the next block over one that is still to be used.
         """
-        return self._one_cpu and self.dtype == jnp.float32
+        return self._one_cpu and self.dtype == jnp.float32 and sum_error() > SUM_ERROR
 
     @property
     def _one_cpu(self) -> bool:
@@ -153,6 +156,16 @@ class Programs:
         precision = PRECISIONS[self.precision] if self.dtype == jnp.float32 else None
         with jax.default_matmul_precision(precision):
             return module(inputs, shard=Shard(self.plan, self.attention, layers_apart=apart), capture=capture)
+
+
+@cache
+def sum_error() -> float:
+    """How far XLA's float32 products of `TERMS` terms are off on this CPU: root mean square, of the products' own."""
+    x, kernel = np.random.default_rng(0).standard_normal((2, 64, TERMS), np.float32)
+    with jax.default_device(jax.devices("cpu")[0]), jax.default_matmul_precision("highest"):
+        products = np.asarray(jax.jit(lambda x, kernel: x @ kernel.T)(x, kernel))
+    truth = x.astype(np.float64) @ kernel.astype(np.float64).T
+    return float(np.sqrt(np.square(products - truth).mean() / np.square(truth).mean()))
 
 
 def _is_apart(leaf: Any) -> bool:

@@ -299,7 +299,7 @@ def test_a_video_is_what_its_pairs_of_frames_are(alone, pictures, family):
 
 
 def test_a_large_batch_is_the_same_on_eight_devices():
-    # Eigen's products, which are taken on one CPU device, spoil a block of the merger's rows here
+    # on several devices Eigen's products spoil a block of the merger's rows here
     config = replace(qwen2_vl.Config(), layers=1, embed=192, heads=16, mlp=384, patch=4, out=40)
     item = jaxenc.VisionItem(image_patches((2, 56, 70), patch=4, frames=2), (2, 56, 70))
     meshes = (jaxenc.make_mesh(data=1, model=devices) for devices in (1, 8))
