@@ -29,7 +29,7 @@ T = TypeVar("T")
 AttentionName = Literal["dense", "heads", "blocks", "cudnn", "tokamax"]
 SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
 LONG = 2 * BLOCK  # tokens: from here head by head is up to twice as fast as blocks on CPU, where none can be left out
-SCORES = 2**20  # that are in memory at once, head by head: those of as many queries as there is room for
+SCORES = 2**21  # that are in memory at once, head by head: those of as many queries as there is room for
 MASKED = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
 KERNELS = ("cudnn", "tokamax")
 # how they say that sizes or devices are not theirs
@@ -206,10 +206,11 @@ def head_attention(
     def attend(q: Array, own: Array, k: Array, v: Array, others: Array) -> Array:
         scores = jnp.einsum("qk,sk->qs", q, k, preferred_element_type=jnp.float32) * width**-0.5
         scores = jnp.where(own[:, None] == others, scores, -jnp.inf)
-        # divided by their sum after the product, which is the smaller array
-        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-        y = jnp.einsum("qs,sk->qk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return (y / weights.sum(axis=-1, keepdims=True)).astype(v.dtype)
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).astype(v.dtype)
+        y = jnp.einsum("qs,sk->qk", weights, v, preferred_element_type=jnp.float32)
+        # divided after the product, which is the smaller array, and by the sum of what was multiplied: of the weights
+        # as they were rounded, which are half as much to read
+        return (y / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)).astype(v.dtype)
 
     def attend_head(head: tuple[Array, ...]) -> Array:
         q, own, *keys = head
