@@ -1,4 +1,4 @@
-"""Pictures of the results that are kept: `speed.png` and `growth.png`.
+"""Pictures of the results that are kept: `speed.png` and `growth.png`, of the machine that ran last.
 
 python -m benchmarks.plots [--results FOLDER]
 """
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, draw in (("speed", speed), ("growth", growth)):
         stored = folder / f"{name}.json"
         if stored.exists():
-            figure = draw(json.loads(stored.read_text())["rows"])
+            results = json.loads(stored.read_text())
+            figure = draw([row for row in results["rows"] if row["machine"] == results["machine"]])
             figure.savefig(folder / f"{name}.png", dpi=110, bbox_inches="tight")
             print(folder / f"{name}.png")
 

@@ -20,7 +20,7 @@ class Table:
         name: of its files.
         title: above the table.
         text: what was measured, and how.
-        columns: heading -> cell of a row.
+        columns: heading -> cell of a row, whose `machine` is in it by then.
         key: what a row is the newest measurement of.
     """
 
@@ -46,13 +46,15 @@ def keep(table: Table, rows: Sequence[Row], *, folder: Path | None, note: str = 
         folder: where `<name>.json` and `<name>.md` go; nowhere if None.
         note: what a reader should know of these rows.
     """
+    here = machine()
+    rows = [row | {"machine": here} | ({"note": note} if note else {}) for row in rows]
     print(table.markdown(rows))
     if note:
         print(f"\n{note}")
     if folder is None:
         return
-    here, stored = machine(), folder / f"{table.name}.json"
-    fresh = {table.key(row): row | {"machine": here} | ({"note": note} if note else {}) for row in rows}
+    stored = folder / f"{table.name}.json"
+    fresh = {table.key(row): row for row in rows}
     kept = json.loads(stored.read_text())["rows"] if stored.exists() else []
     merged = {table.key(row): row for row in kept} | fresh
     ordered = [merged[key] for key in sorted(merged)]

@@ -10,6 +10,7 @@ runs once unmeasured (compiling), then `--rounds` times.
 """
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -45,6 +46,7 @@ TABLE = Table(
         "time."
     ),
     columns={
+        "machine": lambda row: _short(row["machine"]),
         "encoder": lambda row: row["encoder"],
         "case": lambda row: row["case"],
         "dtype": lambda row: row["dtype"],
@@ -64,7 +66,7 @@ TABLE = Table(
         "torch's MB": lambda row: f"{row['torch_peak_mb']:,.0f}",
         "load average": lambda row: f"{row['load_average']:.1f}",
     },
-    key=lambda row: (row["encoder"], row["dtype"], row["versions"]["jax"], row["case"]),
+    key=lambda row: (row["encoder"], row["dtype"], row["versions"]["jax"], row["case"], str(row["machine"])),
 )
 
 
@@ -194,6 +196,12 @@ def _row(
 
 def _seconds(row: Row, engine: str) -> str:
     return _number(row["originals_s"].get(engine))
+
+
+def _short(machine: Mapping[str, str]) -> str:
+    """Its GPU, or its CPU's maker and widest instructions."""
+    maker, *rest = re.findall(r"[\w-]+", machine["cpu"])
+    return machine.get("gpu") or " ".join([maker, *rest[-1:]])
 
 
 def _number(seconds: Any) -> str:
