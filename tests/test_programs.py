@@ -49,9 +49,11 @@ def narrow_registers(monkeypatch):
 def test_xlas_own_products_are_taken_where_their_sums_are_good(config, monkeypatch):
     assert 1e-8 < programs.sum_error() < 5e-6
     monkeypatch.setattr(programs, "sum_error", lambda: 4.1e-7)
-    encoder = encoder_of(config, budgets=[LARGE])
-    encoder.warmup()
-    assert products_in(encoder.compiled[LARGE].as_text(), "__ynn_fusion")
+    for wide, taken in ((programs.WIDE, False), (config.embed, True)):  # and channels are many
+        monkeypatch.setattr(programs, "WIDE", wide)
+        encoder = encoder_of(config, budgets=[LARGE])
+        encoder.warmup()
+        assert bool(products_in(encoder.compiled[LARGE].as_text(), "__ynn_fusion")) == taken
 
 
 @pytest.mark.usefixtures("narrow_registers")
