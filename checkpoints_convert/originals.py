@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.mapping import Mapping as KeyMapping
 from checkpoints_convert.sources import NumpyArray, Source
-from checkpoints_convert.values import to_round_once
+from checkpoints_convert.values import cast_to_nearest
 from jaxenc.items import Item
 from jaxenc.models.base import EncoderConfig
 from jaxenc.models.internvit import THEIR_DEFAULTS, THEIR_NAMES, THEIRS, as_transformers_says
@@ -120,8 +120,7 @@ class Original:
         return {name.removeprefix(prefix): _tensor(array) for name, array in native.export(params)}
 
     def _rounded(self, name: str, array: NumpyArray) -> NumpyArray:
-        dtype = np.dtype(self.dtypes.get(name, array.dtype))
-        return to_round_once(array, dtype).astype(dtype, copy=False)
+        return cast_to_nearest(array, np.dtype(self.dtypes.get(name, array.dtype)))
 
 
 # layouts whose names transformers reads, of families that have others; of all the rest it reads every one
@@ -227,10 +226,15 @@ def _tensor(value: NumpyArray) -> torch.Tensor:
 # (model, item, dtype) -> rows
 
 
+def pixels_of(patches: NumpyArray, grid: tuple[int, int, int]) -> torch.Tensor:
+    """[tiles, 3, height, width] of patches in raster order."""
+    (t, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
+    pixels = patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
+    return torch.as_tensor(np.ascontiguousarray(pixels))
+
+
 def _pixels(item: Any, dtype: torch.dtype) -> torch.Tensor:
-    (t, h, w), p = item.grid, int(np.sqrt(item.patches.shape[1] // 3))
-    pixels = item.patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
-    return torch.tensor(pixels).to(dtype)
+    return pixels_of(item.patches, item.grid).to(dtype)
 
 
 def _vit(model: Any, item: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.sources import NumpyArray
-from checkpoints_convert.values import to_round_once
+from checkpoints_convert.values import cast_to_nearest
 
 PIECE_BYTES = 32 << 20
 # Arrays that are read, looked at and written at once, each a piece at a time.
@@ -78,7 +78,7 @@ def write_arrays(folder: Path, arrays: MappingABC[str, Incoming], seen: Seen) ->
                 for index in _pieces(value.shape, value.dtype.itemsize):
                     raw = value.read(index)
                     with np.errstate(over="ignore"):  # whoever sees the piece counts what is infinite now
-                        piece = to_round_once(raw, value.dtype).astype(value.dtype, copy=False)
+                        piece = cast_to_nearest(raw, value.dtype)
                     part = store[index] if value.shape else store
                     written = part.write(piece, can_reference_source_data_indefinitely=True).commit
                     # without this, writing starts when somebody waits for it

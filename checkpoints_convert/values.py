@@ -40,6 +40,11 @@ def count_zeros(values: NumpyArray) -> int:
     return int(values.size - np.count_nonzero(unsigned & magnitude))
 
 
+def cast_to_nearest(values: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
+    """Values of another dtype: the nearest, and of two that are equally near the even one."""
+    return to_round_once(values, dtype).astype(dtype, copy=False)
+
+
 def to_round_once(values: NumpyArray, dtype: np.dtype[Any]) -> NumpyArray:
     """What a cast to `dtype` rounds to the value nearest to `values`, and of two that are equally near to the even one.
 

@@ -15,7 +15,7 @@ from checkpoints_convert.convert import checksums, stored_arrays
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.mapping import Mapping, top_level
 from checkpoints_convert.sources import Source
-from checkpoints_convert.values import bits, count_nonfinite, memory, to_round_once
+from checkpoints_convert.values import bits, cast_to_nearest, count_nonfinite, memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def verify(
     for name, stored in mapping.export(params):
         original = source.read(name)
         nonfinite += count_nonfinite(original)
-        expected = to_round_once(original, stored.dtype).astype(stored.dtype)
+        expected = cast_to_nearest(original, stored.dtype)
         unequal = int(np.count_nonzero(bits(expected) != bits(stored)))
         if unequal:
             how = "" if original.dtype == stored.dtype else f" rounded from {original.dtype} to {stored.dtype}"

@@ -42,6 +42,7 @@ from transformers.models.pixtral.modeling_pixtral import (
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings, Siglip2VisionModel
 
+from checkpoints_convert.originals import pixels_of
 from tests.parity.checkpoints import Checkpoint, Config, Tensors
 from tests.parity.references import Dtype, Encoded, _recorded, resample_bicubic
 
@@ -323,10 +324,3 @@ class Original:
                 raise ValueError(f"missing {missing}, unexpected {problems.unexpected_keys}")
             self._models[dtype] = model.to(getattr(torch, dtype)).eval()
         return self._models[dtype]
-
-
-def pixels_of(patches: np.ndarray, grid: tuple[int, int, int]) -> torch.Tensor:
-    """[tiles, 3, height, width] of patches in raster order."""
-    (t, h, w), p = grid, int(np.sqrt(patches.shape[1] // 3))
-    pixels = patches.reshape(t, h, w, 3, p, p).transpose(0, 3, 1, 4, 2, 5).reshape(t, 3, h * p, w * p)
-    return torch.as_tensor(np.ascontiguousarray(pixels))
