@@ -66,7 +66,7 @@ def load(
         memory_limit: bytes of parameters a device may hold; what fits is then free, and the fastest layout is taken.
         device: whose speed is predicted: "h100", "tpu_v5e", ... or a `DeviceProfile`; as the mesh's where not given.
         precision: of float32 products: "ieee", or "tf32" where the hardware has it.
-        attention: the implementation to try first: "dense", "heads", "blocks", "cudnn" (NVIDIA, bfloat16) or "tokamax"
+        attention: the implementation to try first: "dense", "blocks", "cudnn" (NVIDIA, bfloat16) or "tokamax"
             (where it is installed); as platform, dtype and sizes suggest where not given. What it refuses is logged,
             with the reason, and another is taken.
         budgets: shapes that batches can have.

@@ -199,10 +199,10 @@ def test_windows_meet_their_own_block_and_its_neighbours_at_most():
             placed.append(Placed(index, piece, 0, offset, size))
             offset += size
     inputs = config.layout(items, placed, Budget(4096, 1), {}).inputs
-    met = np.diff(inputs["window_starts"][0])
+    met = np.diff(inputs["window_ranges"][0])
     assert met.max() <= 3
     # those of whole frames: 7 blocks, of which the last is shared, and so on
-    assert met.sum() < np.diff(inputs["starts"][0]).sum() / 2
+    assert met.sum() < np.diff(inputs["ranges"][0]).sum() / 2
 
 
 def test_windows_make_attention_cheaper_than_whole_frames():

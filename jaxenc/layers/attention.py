@@ -16,8 +16,6 @@ from jaxenc.layers.implementations import (
     Task,
     attend_by_first,
     dense_attention,
-    head_attention,
-    long,
 )
 from jaxenc.layers.linear import Linear
 from jaxenc.layers.norms import RMSNorm
@@ -124,24 +122,18 @@ def _attend(query: Heads, key: Heads, value: Heads, *, schedule: Schedule, shard
     )
 
     def attend(name: AttentionName) -> Heads:
-        if name == "blocks" and schedule.starts is not None:
-            at_once = long(task) and shard.attention != "blocks"
-            return _attend_in_blocks(query, key, value, schedule, shard, at_once=at_once)
+        if name == "blocks" and schedule.ranges is not None:
+            return _attend_in_blocks(query, key, value, schedule, shard)
         return _attend_in_stretches(query, key, value, schedule, shard, IMPLEMENTATIONS[name].attend)
 
     return attend_by_first(task, shard.attention, attend)
 
 
-def _attend_in_blocks(
-    query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard, *, at_once: bool
-) -> Heads:
-    """Each device goes through its own blocks: keys of its rows, and those of what is spread over all rows.
-
-    With `at_once`, a batch in which every block meets every other is computed head by head.
-    """
+def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
+    """Each device goes through its own blocks: keys of its rows, and those of what is spread over all rows."""
     whole, segments = _whole(schedule), schedule.segments
     heads = ("batch", "length", "heads", "head_dim")
-    given = [(query, heads), *((getattr(schedule, name), AXES[name]) for name in ("segments", "starts", "blocks"))]
+    given = [(query, heads), *((getattr(schedule, name), AXES[name]) for name in ("segments", "ranges"))]
     # what there is to attend to: keys, values and segments of the device's own rows, then of what is spread
     given += [(key[:, :whole], heads), (value[:, :whole], heads), (segments[:, :whole], AXES["segments"])]
     if schedule.spread is not None:
@@ -149,17 +141,9 @@ def _attend_in_blocks(
         shared = (None, None, "heads", "head_dim")
         given += [(keys, shared), (values, shared), (schedule.spread, AXES["spread"])]
 
-    def attend(query: Array, segments: Array, starts: Array, blocks: Array, *there: Array) -> Array:
+    def attend(query: Array, segments: Array, ranges: Array, *there: Array) -> Array:
         keys, values, others = (jnp.concatenate([*map(_flat, there[kind::3])]) for kind in range(3))
-        args = _flat(query), keys, values, _flat(segments), others, starts[0], blocks[0]
-
-        def by_head(*args: Array) -> Array:
-            q, k, v, own, others = (x[None] for x in args[:5])
-            return head_attention(q, k, v, own, others)[0]
-
-        every = starts[0, -1] == blocks.shape[1]
-        y = jax.lax.cond(every, by_head, block_attention, *args) if at_once else block_attention(*args)
-        return y.reshape(query.shape)
+        return block_attention(_flat(query), keys, values, _flat(segments), others, ranges[0]).reshape(query.shape)
 
     arrays, axes = zip(*given, strict=True)
     return shard.per_device(attend, *arrays, axes=axes, out=heads)

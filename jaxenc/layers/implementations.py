@@ -1,8 +1,7 @@
 """The code that computes attention: implementations say what they refuse, and the next one is tried.
 
     dense     all scores at once, by XLA: short stretches
-    heads     head by head, all scores of one at once, by XLA: long stretches of one item, on CPU
-    blocks    block by block with a running softmax, by XLA: everything else, anywhere
+    blocks    block by block, and only blocks that meet, by XLA: everything else, anywhere
     cudnn     NVIDIA's fused attention, through `jax.nn.dot_product_attention`
     tokamax   the kernels of the `tokamax` package (an extra), where it is installed
 
@@ -12,7 +11,7 @@ A stretch is what attends by itself: a window, or a row of several items.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -21,16 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxenc.layers.blocks import BLOCK, all_pairs, block_attention, cut
+from jaxenc.layers.blocks import block_attention
+from jaxenc.layers.softmax import mask, weighted, with_ones
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AttentionName = Literal["dense", "heads", "blocks", "cudnn", "tokamax"]
-SHORT = BLOCK // 2  # tokens: to here all scores at once are as fast on CPU, above it blocks are up to twice as fast
-LONG = 2 * BLOCK  # tokens: from here head by head is up to twice as fast as blocks on CPU, where none can be left out
-SCORES = 2**21  # that are in memory at once, head by head: those of as many queries as there is room for
-MASKED = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
+AttentionName = Literal["dense", "blocks", "cudnn", "tokamax"]
+SHORT = 128  # tokens: to here stretches are faster on CPU all at once, above it block by block
+LONGEST = 4096  # tokens of a row of which all pairs are computed: masks and scores grow with the square
 KERNELS = ("cudnn", "tokamax")
 # how they say that sizes or devices are not theirs
 REFUSED = (NotImplementedError, RuntimeError, ExceptionGroup)
@@ -89,14 +87,7 @@ def attend_by_first(task: Task, asked: AttentionName | None, attend: Callable[[A
 def _order(task: Task) -> tuple[AttentionName, ...]:
     if task.platform == "gpu":
         return ("cudnn", "tokamax", "dense", "blocks") if task.windows else ("cudnn", "tokamax", "blocks")
-    if task.windows and task.tokens <= SHORT:
-        return ("dense", "blocks")
-    return ("heads", "blocks") if task.windows and long(task) else ("blocks",)
-
-
-def long(task: Task) -> bool:
-    """Whether stretches are better computed head by head where no pair of blocks can be left out."""
-    return task.platform == "cpu" and LONG <= task.tokens <= MASKED
+    return ("dense", "blocks") if task.windows and task.tokens <= SHORT else ("blocks",)
 
 
 @cache
@@ -109,10 +100,6 @@ def _warn(message: str) -> None:
 
 def _dense_refuses(task: Task) -> str | None:
     return None if task.windows else _too_long(task, "all scores at once")
-
-
-def _heads_refuse(task: Task) -> str | None:
-    return None if task.windows else _too_long(task, "all scores of a head")
 
 
 def _blocks_refuse(task: Task) -> str | None:
@@ -143,8 +130,8 @@ def _unfit(task: Task) -> str | None:
 
 def _too_long(task: Task, what: str) -> str | None:
     return (
-        f"{what} of {task.tokens} x {task.tokens} tokens; {MASKED} a side are the most"
-        if task.tokens > MASKED
+        f"{what} of {task.tokens} x {task.tokens} tokens; {LONGEST} a side are the most"
+        if task.tokens > LONGEST
         else None
     )
 
@@ -174,63 +161,20 @@ def dense_attention(
     Returns:
         One vector a query, in the compute dtype.
     """
-    # batch-major: one [n, k] x [k, n] product a head is twice as fast on CPU as the transposed einsum
-    q, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    scores = jnp.einsum("bhqk,bhsk->bhqs", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    scores = jnp.where(_same(query_segments, key_segments), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    y = jnp.einsum("bhqs,bhsk->bhqk", weights, value, preferred_element_type=jnp.float32)
-    return jnp.swapaxes(y.astype(value.dtype), 1, 2)
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
+    def attend(*stretch: Array) -> Array:
+        query, key, value, own, others = stretch
+        y = weighted(dot, query, key, with_ones(value), mask(own, others))
+        return (y[..., : query.shape[-1]] / y[..., -1:]).astype(value.dtype)
 
-def head_attention(
-    query: Float[Array, "b n heads head_dim"],
-    key: Float[Array, "b s heads head_dim"],
-    value: Float[Array, "b s heads head_dim"],
-    query_segments: Int[Array, "b n"],
-    key_segments: Int[Array, "b s"],
-) -> Float[Array, "b n heads head_dim"]:
-    """What `dense_attention` computes, head by head; the gradient makes the scores of each anew.
-
-    Products of two large matrices are what CPUs are fastest at. For arguments and result see there.
-    """
-    b, n, heads, width = query.shape
-    chunks, size = cut(n, max(1, SCORES // key.shape[1]))
-
-    def in_chunks(x: Array) -> Array:
-        """Queries in chunks of equal size; the last one is repeated at the end, so that all meet a key."""
-        filled = jnp.pad(x, [(0, 0), (0, chunks * size - n), *[(0, 0)] * (x.ndim - 2)], mode="edge")
-        return filled.reshape(b, chunks, size, *x.shape[2:])
-
-    @jax.checkpoint
-    def attend(q: Array, own: Array, k: Array, v: Array, others: Array) -> Array:
-        scores = jnp.einsum("qk,sk->qs", q, k, preferred_element_type=jnp.float32) * width**-0.5
-        scores = jnp.where(own[:, None] == others, scores, -jnp.inf)
-        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).astype(v.dtype)
-        y = jnp.einsum("qs,sk->qk", weights, v, preferred_element_type=jnp.float32)
-        # divided after the product, which is the smaller array, and by the sum of what was multiplied: of the weights
-        # as they were rounded, which are half as much to read
-        return (y / weights.sum(axis=-1, keepdims=True, dtype=jnp.float32)).astype(v.dtype)
-
-    def attend_head(head: tuple[Array, ...]) -> Array:
-        q, own, *keys = head
-        return jax.lax.map(lambda chunk: attend(*chunk, *keys), (q, own))
-
-    def by_head(x: Array) -> Array:
-        return jnp.moveaxis(x, -2, 1).reshape(b * heads, *x.shape[1:-2], width)
-
-    own, others = (jnp.repeat(x, heads, axis=0) for x in (in_chunks(query_segments), key_segments))
-    y = jax.lax.map(attend_head, (by_head(in_chunks(query)), own, by_head(key), by_head(value), others))
-    return jnp.moveaxis(y.reshape(b, heads, chunks * size, width)[:, :, :n], 1, 2)
+    # heads first: one [n, k] x [k, n] product a head is twice as fast on CPU as the transposed einsum
+    by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    return jnp.swapaxes(jax.vmap(attend)(*by_head, query_segments, key_segments), 1, 2)
 
 
 def _by_blocks(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
-    starts, blocks = map(jnp.asarray, all_pairs(query.shape[1], key.shape[1]))
-
-    def attend(stretch: tuple[Array, Array, Array, Array, Array]) -> Array:
-        return block_attention(*stretch, starts, blocks)
-
-    return jax.lax.map(attend, (query, key, value, own, others))
+    return jax.lax.map(lambda stretch: block_attention(*stretch), (query, key, value, own, others))
 
 
 def _cudnn(query: Array, key: Array, value: Array, own: Array, others: Array) -> Array:
@@ -268,7 +212,6 @@ class Implementation:
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "dense": Implementation(_dense_refuses, dense_attention),
-    "heads": Implementation(_heads_refuse, head_attention),
     "blocks": Implementation(_blocks_refuse, _by_blocks),
     "cudnn": Implementation(_cudnn_refuses, _cudnn),
     "tokamax": Implementation(_tokamax_refuses, _tokamax),

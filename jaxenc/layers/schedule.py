@@ -7,14 +7,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxenc.layers.blocks import block_pairs
+from jaxenc.layers.blocks import block_ranges
 from jaxenc.packing import Budget
 
 AXES: Mapping[str, tuple[str | None, ...]] = {
     "segments": ("batch", "length"),
     "spread": (None, None),
-    "starts": ("batch", None),
-    "blocks": ("batch", None),
+    "ranges": ("batch", None, None),
 }
 
 
@@ -27,15 +26,13 @@ class Schedule:
         segments: of every token; 0 is padding.
         spread: where the last tokens of every row belong to items that are spread over all rows, their segments: fold
             by fold, the share of each row after that of the one before.
-        starts: without windows, for each part of the batch, where each block of queries finds its key blocks.
-        blocks: the same, the key blocks.
+        ranges: without windows, for each part of the batch and block of queries, the blocks of keys that it meets.
         window: no segment crosses a multiple of this many tokens, so each such stretch attends by itself.
     """
 
     segments: Int[Array, "b n"]
     spread: Int[Array, "folds s"] | None = None
-    starts: Int[Array, "parts blocks+1"] | None = None
-    blocks: Int[Array, "parts pairs"] | None = None
+    ranges: Int[Array, "parts blocks 2"] | None = None
     window: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
@@ -79,5 +76,5 @@ def schedule(
         keys = segments[:, : budget.length].reshape(parts, -1)
         if budget.spread:
             keys = np.concatenate([keys, np.broadcast_to(arrays["spread"], (parts, arrays["spread"].size))], axis=1)
-        arrays["starts"], arrays["blocks"] = block_pairs(segments.reshape(parts, -1), keys)
+        arrays["ranges"] = block_ranges(segments.reshape(parts, -1), keys)
     return arrays

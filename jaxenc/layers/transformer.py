@@ -219,8 +219,8 @@ def run_blocks(
     other, changed = others or (None, ())
     if _unrolled.get():
         # how often a loop over blocks runs is known to the batch only: what is counted attends to whole rows
-        schedule = replace(schedule, starts=None, blocks=None)
-        other = other and replace(other, starts=None, blocks=None)
+        schedule = replace(schedule, ranges=None)
+        other = other and replace(other, ranges=None)
         shard = replace(shard, attention="dense", layers_apart=True)
     graph, stacked = nnx.split(blocks)
     depth = jax.tree.leaves(stacked)[0].shape[0]
