@@ -11,7 +11,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 import jaxenc
-from jaxenc.layers.mlp import ACTIVATIONS
+from jaxenc.layers.mlp import ACTIVATIONS, activated
 from jaxenc.layers.parameters import Shard, declared
 from jaxenc.layers.schedule import Schedule
 from jaxenc.layers.transformer import TransformerConfig, run_blocks, stacked_blocks
@@ -174,7 +174,15 @@ def test_each_layer_attends_by_its_own_schedule(windows):
     [("gelu_erf", 1.9544997), ("gelu_tanh", 1.9545977), ("quick_gelu", 1.9356585), ("silu", 1.7615942)],
 )
 def test_activations_are_the_named_functions(name, at_two):
-    assert float(ACTIVATIONS[name](jnp.float32(2.0))) == pytest.approx(at_two, rel=1e-6)
+    assert float(activated(jnp.float32(2.0), name)) == pytest.approx(at_two, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_round_once(name):
+    x = jnp.linspace(-4, 4, 1001, dtype=jnp.bfloat16)
+    exact = activated(x.astype(jnp.float32), name)
+    assert activated(x, name).dtype == jnp.bfloat16
+    assert (activated(x, name) == exact.astype(jnp.bfloat16)).all()
 
 
 def test_work_counts_three_products_of_a_gated_mlp():

@@ -6,7 +6,6 @@ order and on any device, and nothing is computed for frames that no token needs.
 
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -17,6 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from jaxenc import packing
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Linear, conv_flops
+from jaxenc.layers.mlp import activated
 from jaxenc.layers.parameters import Shard
 from jaxenc.packing import Budget, Placed, Slots
 from sharding_rules import GroupWork
@@ -51,12 +51,12 @@ class MelStem(nnx.Module):
         mel = jnp.where(real[..., None, None], inputs["mel"], 0).astype(self.conv1.kernel.dtype)
         mel = shard(mel, "batch", "stem_length", "mel", "frames")
         windows = jnp.stack([mel[..., i : i + 3] for i in range(3)], axis=2)
-        x = jax.nn.gelu(self.conv1(windows), approximate=False)
+        x = activated(self.conv1(windows), "gelu_erf")
         # the second convolution is padded with zeros, not with what the first makes of its own padding
         taps: Int[Array, "b n 3"] = 2 * inputs["position"][..., None] + jnp.arange(-1, 2)
         inside = (taps >= 0) & (taps < inputs["frames"][..., None])
         x = shard(jnp.where(inside[..., None], x, 0), "batch", "stem_length", "frames", "filters")
-        x = jax.nn.gelu(self.conv2(jnp.swapaxes(x, 2, 3)), approximate=False)
+        x = activated(self.conv2(jnp.swapaxes(x, 2, 3)), "gelu_erf")
         return shard(x, "batch", "stem_length", "filters")
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -49,6 +50,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b n inputs"], *, length: str, shard: Shard) -> Float[Array, "b n out"]:
         """Applies it to every token; `length` is the logical name of the token axis."""
-        hidden, activate = self.up(x), ACTIVATIONS[self.activation]
+        hidden, activate = self.up(x), partial(activated, activation=self.activation)
         hidden = activate(hidden[:, :, 0]) * hidden[:, :, 1] if self.gated else activate(hidden)
         return self.down(shard(hidden, "batch", length, self.hidden_axis))
+
+
+def activated(x: Float[Array, "*b hidden"], activation: Activation) -> Float[Array, "*b hidden"]:
+    """The activation of x: in float32, which is faster on CPU than in 16 bits, and rounded once."""
+    return ACTIVATIONS[activation](x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)

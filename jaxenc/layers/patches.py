@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -11,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxenc.layers.linear import Linear
+from jaxenc.layers.mlp import activated
 from jaxenc.layers.norms import Kind, norm_of
 from jaxenc.layers.parameters import Shard
 from sharding_rules import GroupWork
@@ -118,5 +118,5 @@ class PatchMerger(nnx.Module):
 
         merged = self.norm(grouped(x)) if self.norm_of_group else grouped(self.norm(x))
         hidden = self.up(shard(merged, "batch", "projector_length", "projector_in"))
-        hidden = shard(jax.nn.gelu(hidden, approximate=False), "batch", "projector_length", "projector_mlp")
+        hidden = shard(activated(hidden, "gelu_erf"), "batch", "projector_length", "projector_mlp")
         return shard(self.down(hidden), "batch", "projector_length", "projector_out")

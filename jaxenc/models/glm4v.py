@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import jax
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 from checkpoints_convert import Mapping as KeyMapping
 from checkpoints_convert.mappings import glm4v as keys
 from jaxenc.layers.linear import Linear
-from jaxenc.layers.mlp import MLP, Activation
+from jaxenc.layers.mlp import MLP, Activation, activated
 from jaxenc.layers.norms import Kind, LayerNorm, RMSNorm
 from jaxenc.layers.parameters import Shard
 from jaxenc.models.published import read_sizes, require
@@ -140,5 +139,5 @@ class GlmMerger(nnx.Module):
         merged = self.merge(shard(grouped, "batch", length, None, None, "projector_in"))
         projected = self.project(shard(merged, "batch", length, "projector_mlp"))
         projected = self.projected_norm(shard(projected, "batch", length, "projector_out"))
-        rows = self.mlp(jax.nn.gelu(projected, approximate=False), length=length, shard=shard)
+        rows = self.mlp(activated(projected, "gelu_erf"), length=length, shard=shard)
         return shard(rows, "batch", length, "projector_out")

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -22,7 +21,7 @@ from jaxenc import packing
 from jaxenc.errors import ConfigError, InputError
 from jaxenc.items import AudioItem
 from jaxenc.layers.linear import Conv, Linear, conv_flops, conv_length
-from jaxenc.layers.mlp import MLP
+from jaxenc.layers.mlp import MLP, activated
 from jaxenc.layers.norms import LayerNorm
 from jaxenc.layers.parameters import Shard
 from jaxenc.layers.schedule import AXES as SCHEDULE_AXES
@@ -340,7 +339,7 @@ class Stem(nnx.Module):
         x = jnp.where(real, mel, 0).astype(self.out.kernel.dtype)
         x = shard(x, "batch", "stem_length", None, "mel", "frames").reshape(-1, bins, length, 1)
         for conv in (self.conv1, self.conv2, self.conv3):
-            x = jax.nn.gelu(conv(x), approximate=False)
+            x = activated(conv(x), "gelu_erf")
         # channel-major: the projection reads [channels, mel] flattened at each position
         x = self.out(jnp.moveaxis(x, 1, -1).reshape(*grid, x.shape[2], -1))
         parts, chunks, rows, tokens, embed = x.shape
