@@ -492,12 +492,12 @@ def test_out_sharding_leaves_skipped_ones_none(kimi, photo):
 
 
 def products(jaxpr):
-    """(primitive, precision) of every dot and convolution in a jaxpr, those in loops and calls too."""
+    """(primitive, precision) of every dot and convolution in a jaxpr, those in loops, branches and calls too."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "conv_general_dilated"):
             found.append((equation.primitive.name, equation.params["precision"]))
-        for value in equation.params.values():
+        for value in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(value, "jaxpr", value)
             found += products(inner) if hasattr(inner, "eqns") else []
     return found
@@ -523,8 +523,8 @@ def test_every_product_has_the_precision_asked_for(family, settings, expected, r
     )
     batch = encoder.pack([item])
     found = products(jax.make_jaxpr(encoder.apply)(encoder.params, batch).jaxpr)
-    # of the stem, of a block (projections, scores, values), of the projector
-    assert len(found) >= 8
+    # of the stem, of a block (two projections, scores, values, two of the MLP), of the projector
+    assert len(found) >= 9
     assert ("conv_general_dilated" in dict(found)) == (family == "qwen")
     wanted = None if expected is None else (jax.lax.Precision[expected],) * 2
     assert [precision for _, precision in found] == [wanted] * len(found)

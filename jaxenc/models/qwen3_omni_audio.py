@@ -192,8 +192,8 @@ class Config(EncoderConfig):
         return Workload(windows, (*self.transformer.work(windows, windows=True), stem, projector))
 
     def lengths(self) -> tuple[int, ...]:
-        """Row lengths to choose from: 1 to 64 windows of 8 seconds."""
-        return tuple(self.window * count for count in (1, 2, 8, 32, 64))
+        """Row lengths to choose from: 1 to 64 windows of 8 seconds; 4 are the half minute that speech is cut into."""
+        return tuple(self.window * count for count in (1, 4, 8, 32, 64))
 
     def token_axes(self, budget: Budget, parts: Mapping[str, int]) -> Mapping[str, int]:
         """Size of every token axis in a row of a budget; the stem's tokens are chunks."""
