@@ -39,6 +39,7 @@ bench: $(VENV)/.media,test,parity
 	$(BIN)/python -m benchmarks.loading
 	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.speed $(if $(JAX_PYTHON),--jax-python $(BIN)/python --jax-python $(JAX_PYTHON))
+	$(BIN)/python -m benchmarks.profile $(if $(JAX_PYTHON),--jax-python $(JAX_PYTHON))
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.plots
 	$(BIN)/python -m benchmarks.plans

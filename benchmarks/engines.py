@@ -3,17 +3,20 @@
     python -m benchmarks.engines ENGINE --encoder NAME --dtype DTYPE --folder FOLDER [--small]
 
 reads lines from stdin and answers each with a JSON object in a line: `CASE` encodes its items, `host CASE` does what
-our host does of it alone, `limits` multiplies matrices and reads memory. On a GPU where there is one.
+our host does of it alone, `profile CASE` says where its time goes, `limits` multiplies matrices and reads memory. On a
+GPU where there is one.
 """
 
 import argparse
 import json
 import math
 import os
+import re
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +28,7 @@ from benchmarks.machine import versions
 from benchmarks.process import forget_peak, resident_bytes
 from benchmarks.subjects import SUBJECTS, Subject
 from jaxenc.items import Item
+from jaxenc.layers.attention import ATTENTION
 from jaxenc.packing import Budget, Placed, Slots
 
 # products [n, k] x [k, m] that show what the machine's matrix unit gives
@@ -34,6 +38,12 @@ PRODUCTS = {
 }
 RUNS = 5  # of which the fastest counts
 MEMORY_BYTES = 2**28  # that are added up to see how fast memory is read
+# what products and attention are called in our programs, and in PyTorch's profile
+PRODUCT = re.compile(r" (dot|convolution|custom-call)\(")
+TORCHS = {
+    "attention": "scaled_dot_product|flash|attention",
+    "products": r"::(addmm|mm|bmm|baddbmm|mkldnn_convolution|_?convolution|slow_conv)|linear_pointwise|gemm",
+}
 
 
 class Engine(ABC):
@@ -45,6 +55,10 @@ class Engine(ABC):
 
     def host_seconds(self, kind: str, given: Sequence[Any]) -> float:
         """Seconds that the host spends on files and arrays before and after devices compute."""
+        raise NotImplementedError
+
+    def operations(self, items: Sequence[Item]) -> Iterator[tuple[str, float]]:
+        """What a profiler saw: "products", "attention" or "rest", and seconds, of each operation."""
         raise NotImplementedError
 
     @property
@@ -118,6 +132,31 @@ class Ours(Engine):
             encoder.encode(**{kind: given})
             return time.perf_counter() - started
 
+    def operations(self, items: Sequence[Item]) -> Iterator[tuple[str, float]]:
+        import jax
+
+        encoder, launch = self.encoder, self.encoder._launch
+        with tempfile.TemporaryDirectory() as place:
+            traces: list[tuple[Budget, Path]] = []
+
+            def traced(items: Sequence[Item], placed: Sequence[Placed], budget: Budget) -> tuple[Any, Slots]:
+                # each batch by itself: instructions of two programs have the same names
+                traces.append((budget, Path(place, str(len(traces)))))
+                with jax.profiler.trace(traces[-1][1]):
+                    rows, slots = launch(items, placed, budget)
+                    return rows.block_until_ready(), slots
+
+            with mock.patch.object(encoder, "_launch", traced):
+                self.encode(items)
+            for budget, folder in traces:
+                parts = parts_of_program(encoder.compiled[budget].as_text() or "")
+                (trace,) = folder.rglob("*.xplane.pb")
+                planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+                for event in (event for plane in planes for line in plane.lines for event in line.events):
+                    name = dict(event.stats).get("hlo_op")
+                    if name in parts:
+                        yield parts[name], event.duration_ns / 1e9
+
     def product(self, n: int, k: int, m: int) -> Callable[[], Any]:
         import jax
         import jax.numpy as jnp
@@ -157,6 +196,23 @@ class Ours(Engine):
         return self.encoder.plan.mesh.devices.flat[0]
 
 
+def parts_of_program(text: str) -> dict[str, str]:
+    """Instruction of a compiled program -> "products", "attention" or "rest"; without those that only hold others."""
+    computations = {block.split()[0].lstrip("%"): block for block in text.split("\n\n") if block.startswith("%")}
+    parts = {}
+    for line in text.splitlines():
+        match = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = .*? ([a-z][\w-]*)\(", line)
+        if match is None or match[2] in ("while", "conditional", "call"):
+            continue
+        called = re.search(r"calls=%?([\w.-]+)", line)
+        does = line + computations.get(called[1], "") if called else line
+        if f"/{ATTENTION}/" in line or (called and f"/{ATTENTION}/" in does and PRODUCT.search(does)):
+            parts[match[1]] = "attention"
+        else:
+            parts[match[1]] = "products" if PRODUCT.search(does) else "rest"
+    return parts
+
+
 class Torch(Engine):
     """The original, eager, with scaled_dot_product_attention: all items in one call where it takes them so."""
 
@@ -178,6 +234,16 @@ class Torch(Engine):
 
         with rows_alone():
             return self.original.run([self.given(item) for item in items], dtype=self.dtype).rows
+
+    def operations(self, items: Sequence[Item]) -> Iterator[tuple[str, float]]:
+        from torch.profiler import profile
+
+        with profile() as traced:
+            self.encode(items)
+        for event in traced.key_averages():
+            seconds = (event.self_device_time_total if self.device == "cuda" else event.self_cpu_time_total) / 1e6
+            found = (part for part, names in TORCHS.items() if re.search(names, event.key))
+            yield next(found, "rest"), seconds
 
     def product(self, n: int, k: int, m: int) -> Callable[[], Any]:
         import torch
@@ -267,6 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         asked = line.strip()
         if asked == "limits":
             answer = engine.limits()
+        elif asked.startswith("profile "):
+            answer = {"parts": profiled(engine, items[asked.removeprefix("profile ")])}
         elif asked.startswith("host "):
             answer = {"seconds": engine.host_seconds(*cases[asked.removeprefix("host ")])}
         else:
@@ -287,6 +355,17 @@ def timed(engine: Engine, items: Sequence[Item]) -> dict[str, Any]:
         "checksum": float(sum(np.abs(x.astype(np.float64)).sum() for x in rows)),
         "peak_mb": engine.peak_bytes() / 1e6,
     }
+
+
+def profiled(engine: Engine, items: Sequence[Item]) -> dict[str, float]:
+    """Seconds that products, attention and the rest take, and all together."""
+    engine.encode(items)
+    whole = timed(engine, items)["seconds"]
+    parts = dict.fromkeys(("products", "attention"), 0.0)
+    for part, seconds in engine.operations(items):
+        if part in parts:
+            parts[part] += seconds
+    return parts | {"rest": whole - sum(parts.values()), "all": whole}
 
 
 if __name__ == "__main__":

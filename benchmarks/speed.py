@@ -46,7 +46,7 @@ TABLE = Table(
         "time."
     ),
     columns={
-        "machine": lambda row: _short(row["machine"]),
+        "machine": lambda row: short_machine(row["machine"]),
         "encoder": lambda row: row["encoder"],
         "case": lambda row: row["case"],
         "dtype": lambda row: row["dtype"],
@@ -198,7 +198,7 @@ def _seconds(row: Row, engine: str) -> str:
     return _number(row["originals_s"].get(engine))
 
 
-def _short(machine: Mapping[str, str]) -> str:
+def short_machine(machine: Mapping[str, str]) -> str:
     """Its GPU, or its CPU's maker and widest instructions."""
     maker, *rest = re.findall(r"[\w-]+", machine["cpu"])
     return machine.get("gpu") or " ".join([maker, *rest[-1:]])

@@ -251,7 +251,7 @@ def _bins(pieces: Sequence[_Piece], window: int | None, prices: Prices) -> list[
             room[where] -= one.size
     filled = [[one] for one in pieces if one.size == window] + shared
     tokens = [sum(one.size for one in held) for held in filled]
-    return [_Bin(window, n, 1, prices.item(n), held) for n, held in zip(tokens, filled, strict=True)]
+    return [_Bin(window, n, 1, prices.item(window), held) for n, held in zip(tokens, filled, strict=True)]
 
 
 @dataclass(frozen=True)

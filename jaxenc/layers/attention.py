@@ -23,6 +23,8 @@ from jaxenc.layers.parameters import Shard
 from jaxenc.layers.rotary import Pairs, rotate
 from jaxenc.layers.schedule import AXES, Schedule, Switch
 
+ATTENTION = "attend"  # what profiles call scores, softmax and the sum of values, of all implementations
+
 
 class Attention(nnx.Module):
     """Multi-head self-attention; heads are a dimension of every kernel."""
@@ -126,7 +128,8 @@ def _attend(query: Heads, key: Heads, value: Heads, *, schedule: Schedule, shard
             return _attend_in_blocks(query, key, value, schedule, shard)
         return _attend_in_stretches(query, key, value, schedule, shard, IMPLEMENTATIONS[name].attend)
 
-    return attend_by_first(task, shard.attention, attend)
+    with jax.named_scope(ATTENTION):
+        return attend_by_first(task, shard.attention, attend)
 
 
 def _attend_in_blocks(query: Heads, key: Heads, value: Heads, schedule: Schedule, shard: Shard) -> Heads:
