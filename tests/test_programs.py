@@ -81,9 +81,26 @@ def test_products_of_matrices_are_the_same_products():
     layer.bias[...] = rng.standard_normal((3, 4), np.float32)
     x = rng.standard_normal((2, 7, 5, 2), np.float32)
     expected = np.einsum("bnme,hdme->bnhd", x, layer.kernel[...]) + layer.bias[...]
-    for matrices in (None, *map(Matrices, (1, 2, 4, 8))):  # the last does not divide 12: 4 are made
+    # 8 do not divide 12: 4 are made
+    for matrices in (None, *map(Matrices, (1, 2, 4, 8)), Matrices(tokens=4)):
         with products_of_matrices(matrices):
             np.testing.assert_allclose(layer(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tokens_a_few_at_a_time_are_the_same(gated):
+    mlp = MLP(("embed", 6), ("mlp", 10), ("out", 4), activation="silu", gated=gated, dtype="float32")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 7, 6), np.float32)
+    shard = Shard(sharding_rules.resolve({}, jaxenc.make_mesh(data=1), jaxenc.DEFAULT_RULES))
+    expected = mlp(x, length="length", shard=shard)
+    for tokens, at_once in ((3, 3), (5, 5), (6, 5), (7, 14), (100, 14)):  # 14 are not more than twice 7
+        shapes = []
+        with products_of_matrices(Matrices(tokens=tokens)), pytest.MonkeyPatch.context() as patch:
+            product = linear._product
+            patch.setattr(linear, "_product", lambda x, *args, **more: shapes.append(x.shape) or product(x, *args, **more))
+            np.testing.assert_allclose(mlp(x, length="length", shard=shard), expected, atol=1e-6)
+        assert shapes == [(at_once, 6), (at_once, 10)]
 
 
 @pytest.mark.parametrize(("stride", "channels"), [(1, 3), (2, 3), (2, 1)])

@@ -1,7 +1,7 @@
 """Linear maps and convolutions in PyTorch's order: what the file holds, reshaped."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,10 +27,12 @@ class Matrices:
     Attributes:
         parts: a linear map makes its channels in so many products of equal size, where they divide so.
         taps: a convolution is a sum of products, one for every element of its window.
+        tokens: a linear map or an MLP takes so many at a time, where there are more than twice as many.
     """
 
     parts: int = 1
     taps: bool = False
+    tokens: int | None = None
 
 
 _matrices: ContextVar[Matrices | None] = ContextVar("_matrices", default=None)
@@ -44,6 +46,26 @@ def products_of_matrices(matrices: Matrices | None) -> Iterator[None]:
         yield
     finally:
         _matrices.reset(token)
+
+
+def by_tokens(compute: Callable[[Array], Array], x: Array, *, trailing: int = 1) -> Array:
+    """What `compute` makes of [..., channels], on so many tokens at a time as `Matrices` says.
+
+    Args:
+        compute: token by token.
+        x: any axes of tokens, then its channels.
+        trailing: axes of channels.
+    """
+    matrices, lead = _matrices.get(), x.shape[: x.ndim - trailing]
+    tokens = math.prod(lead)
+    if matrices is None or matrices.tokens is None or tokens <= 2 * matrices.tokens:
+        return compute(x)
+    number = -(-tokens // matrices.tokens)
+    size = -(-tokens // number)
+    filled = jnp.pad(x.reshape(tokens, *x.shape[len(lead) :]), [(0, number * size - tokens)] + [(0, 0)] * trailing)
+    # an axis of one before the tokens, as a batch has
+    y = jax.lax.map(compute, filled.reshape(number, 1, size, *filled.shape[1:]))
+    return y.reshape(number * size, *y.shape[3:])[:tokens].reshape(*lead, *y.shape[3:])
 
 
 class Linear(nnx.Module):
@@ -69,6 +91,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
         """Contracts the last axes of `x` with the kernel's; the result's trailing axes are `out`."""
+        return by_tokens(self._contracted, x, trailing=self.contracted)
+
+    def _contracted(self, x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
         kernel, matrices = self.kernel[...], _matrices.get()
         if matrices is None:
             x_axes = tuple(range(x.ndim - self.contracted, x.ndim))

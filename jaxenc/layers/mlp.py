@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxenc.layers.linear import Linear
+from jaxenc.layers.linear import Linear, by_tokens
 from jaxenc.layers.parameters import Shard
 
 Activation = Literal["gelu_tanh", "gelu_erf", "quick_gelu", "silu"]
@@ -50,9 +50,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b n inputs"], *, length: str, shard: Shard) -> Float[Array, "b n out"]:
         """Applies it to every token; `length` is the logical name of the token axis."""
-        hidden, activate = self.up(x), partial(activated, activation=self.activation)
-        hidden = activate(hidden[:, :, 0]) * hidden[:, :, 1] if self.gated else activate(hidden)
-        return self.down(shard(hidden, "batch", length, self.hidden_axis))
+
+        def apply(x: Array) -> Array:
+            hidden, activate = self.up(x), partial(activated, activation=self.activation)
+            hidden = activate(hidden[:, :, 0]) * hidden[:, :, 1] if self.gated else activate(hidden)
+            return self.down(shard(hidden, "batch", length, self.hidden_axis))
+
+        return by_tokens(apply, x)
 
 
 def activated(x: Float[Array, "*b hidden"], activation: Activation) -> Float[Array, "*b hidden"]:
