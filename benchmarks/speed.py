@@ -98,9 +98,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 "JAX_COMPILATION_CACHE_DIR": f"{place}/cache",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             }
-            return stack.enter_context(
-                Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
-            )
+            return Worker("benchmarks.engines", engine, *options, python=python, environment=environment)
 
         peers = {
             name: stack.enter_context(Worker("benchmarks.peers", name, *options, python=python))
@@ -110,7 +108,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
         pythons = args.jax_python or [sys.executable]
         engines = [(engine, sys.executable) for engine in args.originals]
         engines += [("jaxenc", python) for python in pythons]
-        workers = {engine: start(*engine) for engine in engines}
+        workers = {engine: stack.enter_context(start(*engine)) for engine in engines}
         answers = [worker.ask("limits") for worker in workers.values()]
         limits = {what: max(answer[what] for answer in answers) for what in ("flops_per_s", "bytes_per_s")}
         found: dict[str, dict[tuple[str, str], list[Row]]] = {}
@@ -128,7 +126,11 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
             found[case] = taken
             print(f"{subject.name} {dtype}: {case} done", file=sys.stderr, flush=True)
         host = {(python, case): workers["jaxenc", python].ask(f"host {case}") for python in pythons for case in found}
-        again = {python: start("jaxenc", python) for python in pythons}
+        stack.close()  # memory for what comes
+        cached = {}
+        for python in pythons:
+            with start("jaxenc", python) as again:
+                cached[python] = {case: again.ask(case) for case in found}
         return [
             _row(
                 subject,
@@ -137,7 +139,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 taken,
                 python,
                 limits=limits,
-                cached=again[python].ask(case),
+                cached=cached[python][case],
                 host=host[python, case],
             )
             | {name: statistics.median(seconds[1:]) for name, seconds in peers_s[case].items()}
