@@ -128,6 +128,19 @@ def test_bfloat16_sums_in_float32():
     np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-7)
 
 
+def test_float32_sums_of_many_keys_err_about_as_much_as_pytorchs():
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("XLA's sums on CPU")
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1500, 2, 64), np.float32)
+    v += 1  # so that their means are large
+    own = segments_of([1500])
+    with jax.default_matmul_precision("highest"):
+        out = jax.jit(lambda *qkv: attend(*qkv, own, own))(q, k, v)
+    error = np.sqrt(np.mean((out - definition(q, k, v, own, own)) ** 2))
+    assert error < 1.5 * 1.06e-7  # what torch 2.13's scaled_dot_product_attention errs here
+
+
 def test_another_items_values_change_no_bit():
     own = segments_of([40, 60, 28], padding=12)
     q, k, v = drawn(len(own), len(own))
