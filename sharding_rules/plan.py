@@ -398,6 +398,12 @@ class Plan:
                 # a split for which the surrounding mesh has no names would fail in whatever the caller does next
                 return jax.device_put(out, NamedSharding(self.mesh, spec))
 
+        def on_a_mesh(x: Any) -> Any:
+            # where it is on none, JAX 0.12.1 takes the division that XLA chooses for one over this mesh's axes
+            return jax.sharding.reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
+
+        if kind is AxisType.Explicit:
+            args = jax.tree.map(on_a_mesh, args)
         called: T = jax.sharding.auto_axes(on_plans_mesh, axes=context.axis_names, out_sharding=spec)(*args)
         return called
 
