@@ -16,7 +16,7 @@ MASKED = -1e30  # added to a score it is what comes of any: -inf less -inf would
 # XLA on CPU multiplies a batch of matrices as fast as single ones since
 BATCHED = (0, 12)
 # Scores of a head. Before that, from here on, it multiplies one head's matrices after the other's faster
-ALONE = 2**20
+ALONE = 2**19
 # Terms. Before that, it adds those of batched matrices one to the other: sums of more err more than PyTorch's
 TERMS = 512
 
