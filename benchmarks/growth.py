@@ -20,7 +20,7 @@ import numpy as np
 import jaxenc
 from benchmarks import mixes
 from benchmarks.machine import versions
-from benchmarks.process import forget_peak, fresh, resident_bytes
+from benchmarks.process import forget_peak, fresh, give_back, resident_bytes
 from benchmarks.results import RESULTS, Row, Table, keep
 
 TOWER = replace(mixes.KIMI, layers=1, embed=288, heads=4, mlp=1076, out=512)
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--curve", choices=CURVES, action="append", help="some alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to keep the results in")
     parser.add_argument("--measure", choices=CURVES, help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.measure:
-        print(json.dumps({"points": [point(args.measure, size) for size in args.sizes]}))
+        print(json.dumps(point(args.measure, args.size)))
         return
     rows = [curve(name) for name in args.curve or CURVES]
     keep(TABLE, rows, folder=args.results)
@@ -76,16 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def curve(name: str) -> Row:
     """All points of one curve."""
     sizes, _ = CURVES[name]
-    # each number of devices needs a process of its own
-    groups = [[size] for size in sizes] if name == "devices" else [list(sizes)]
+    # each in a process of its own: what one leaves of memory, the next would not ask for
     points = [
-        measured
-        for group in groups
-        for measured in fresh(
+        fresh(
             "benchmarks.growth",
-            *("--measure", name, "--sizes", *map(str, group)),
-            devices=group[0] if name == "devices" else 1,
-        )["points"]
+            *("--measure", name, "--size", str(size)),
+            devices=size if name == "devices" else 1,
+        )
+        for size in sizes
     ]
     seconds, mb = ([measured[what] for measured in points] for what in ("seconds", "mb"))
     return {
@@ -107,6 +105,7 @@ def point(name: str, size: int) -> dict[str, float]:
     mesh = jaxenc.make_mesh(data=size if name == "devices" else 1)
     encoder = jaxenc.from_config(TOWER, mesh=mesh, dtype="float32")
     encoder.encode_items(items)
+    give_back()
     before = resident_bytes()
     forget_peak()
     taken = []

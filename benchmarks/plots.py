@@ -71,6 +71,8 @@ def growth(rows: Sequence[Row]) -> plt.Figure:
             values = np.maximum(row[what], 1e-3)
             pane.loglog(row["sizes"], values, "o-", color=COLOURS["float32"], markersize=4)
             pane.set_title(f"exponent {row[exponent]:.2f}", fontsize=9)
+            pane.set_xticks(row["sizes"], [f"{size:,}" for size in row["sizes"]], fontsize=7, rotation=45)
+            pane.set_xticks([], minor=True)
             pane.set_xlabel(row["curve"], fontsize=9)
             pane.set_ylabel(unit, fontsize=9)
             pane.grid(alpha=0.3, which="both")

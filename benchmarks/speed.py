@@ -121,8 +121,12 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
             for _ in range(args.rounds + 1):
                 for engine, worker in workers.items():
                     taken[engine].append(worker.ask(case) | {"load_average": load_average()})
-                for name, peer in peers.items():
-                    peers_s[case][f"{name}_s"].append(peer.ask(str(len(given)))["seconds"])
+                for name in [*peers]:
+                    try:
+                        peers_s[case][f"{name}_s"].append(peers[name].ask(str(len(given)))["seconds"])
+                    except RuntimeError as error:  # such as for want of memory; the others go on
+                        print(error, file=sys.stderr, flush=True)
+                        del peers[name]
             found[case] = taken
             print(f"{subject.name} {dtype}: {case} done", file=sys.stderr, flush=True)
         host = {(python, case): workers["jaxenc", python].ask(f"host {case}") for python in pythons for case in found}
@@ -142,7 +146,7 @@ def measure(subject: Subject, dtype: str, args: argparse.Namespace) -> list[Row]
                 cached=cached[python][case],
                 host=host[python, case],
             )
-            | {name: statistics.median(seconds[1:]) for name, seconds in peers_s[case].items()}
+            | {name: statistics.median(timed[1:]) for name, timed in peers_s[case].items() if len(timed) > args.rounds}
             for case, taken in found.items()
             for python in pythons
         ]
