@@ -34,7 +34,11 @@ class Prices:
 
     def item(self, tokens: int) -> float:
         """A piece of so many tokens on one device."""
-        return self.token * tokens + self.pair * tokens**2
+        return self.token * tokens + self.pairs(tokens)
+
+    def pairs(self, tokens: int) -> float:
+        """The part of it that pairs of its tokens have."""
+        return self.pair * tokens**2
 
 
 @dataclass(frozen=True)

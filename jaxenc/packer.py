@@ -212,12 +212,14 @@ class _Bin:
         tokens: of its pieces.
         unit: tokens that stay together where it is spread.
         cost: seconds on one device.
+        pairs: of them, those of pairs of tokens, which a budget's shape does not fix.
     """
 
     size: int
     tokens: int
     unit: int
     cost: float
+    pairs: float
     pieces: list[_Piece]
 
     @property
@@ -238,7 +240,7 @@ class _Bin:
 def _bins(pieces: Sequence[_Piece], window: int | None, prices: Prices) -> list[_Bin]:
     """Pieces that share a window become one bin of its size (longest first, first fit); otherwise a piece is a bin."""
     if window is None:
-        return [_Bin(one.size, one.size, one.unit, prices.item(one.size), [one]) for one in pieces]
+        return [_bin(one.size, one.unit, [one], prices) for one in pieces]
     shared: list[list[_Piece]] = []
     room: list[int] = []
     for one in sorted((one for one in pieces if one.size < window), key=lambda one: -one.size):
@@ -250,8 +252,12 @@ def _bins(pieces: Sequence[_Piece], window: int | None, prices: Prices) -> list[
             shared[where].append(one)
             room[where] -= one.size
     filled = [[one] for one in pieces if one.size == window] + shared
-    tokens = [sum(one.size for one in held) for held in filled]
-    return [_Bin(window, n, 1, prices.item(window), held) for n, held in zip(tokens, filled, strict=True)]
+    return [_bin(window, 1, held, prices) for held in filled]
+
+
+def _bin(size: int, unit: int, pieces: list[_Piece], prices: Prices) -> _Bin:
+    tokens = sum(one.size for one in pieces)
+    return _Bin(size, tokens, unit, prices.item(size), prices.pairs(size), pieces)
 
 
 @dataclass(frozen=True)
@@ -296,7 +302,7 @@ class _Room:
         self.budget, self.window = budget, window
         self.folds, _ = budget.folds(window)
         self.bins = self.tokens = self.largest = self.divisor = 0
-        self.cost = 0.0
+        self.cost = self.pairs = 0.0
 
     def fullest(self, one: _Bin | None = None) -> int:
         """Tokens of the fullest row, at most, once one more is there.
@@ -316,6 +322,7 @@ class _Room:
         self.bins += 1
         self.tokens += one.spread
         self.cost += one.cost
+        self.pairs += one.pairs
         self.largest, self.divisor = max(self.largest, one.unit), math.gcd(self.divisor, one.unit)
 
     @property
@@ -330,7 +337,7 @@ class _Room:
 
 def _takes(budget: Budget, size: int, unit: int, window: int | None) -> bool:
     """Whether a budget can hold a piece."""
-    return (window or size) <= budget.length or _Room(budget, window).fits(_Bin(size, size, unit, 0.0, []))
+    return (window or size) <= budget.length or _Room(budget, window).fits(_Bin(size, size, unit, 0.0, 0.0, []))
 
 
 def _numbers_spread(bins: Sequence[_Bin], budget: Budget, ladder: Ladder, window: int | None) -> list[int]:
@@ -386,15 +393,14 @@ def _arrange(
             row = -1
         where[i] = row
         left -= one.tokens
-    pairs = max(load - prices.token * tokens for load, tokens in zip(rows.loads, rows.tokens, strict=True))
     share = room.share * budget.rows / prices.parts
     total = math.fsum(rows.loads) + room.cost
     return _Arrangement(
         budget,
         where,
-        tokens=sum(rows.tokens) + room.tokens,
+        tokens=sum(bins[i].tokens for i in where),
         cost=total,
-        seconds=ladder.seconds(budget) + pairs + share * (room.cost - prices.token * room.tokens),
+        seconds=ladder.seconds(budget) + max(rows.pairs) + share * room.pairs,
         ratio=(max(rows.loads) + share * room.cost) * prices.parts / total if total else math.inf,
         loads=rows.loads,
     )
@@ -405,7 +411,7 @@ class _Rows:
 
     def __init__(self, budget: Budget, parts: int, *, smallest: int):
         self.free = [[budget.length] * (budget.rows // parts) for _ in range(parts)]
-        self.loads, self.tokens = [0.0] * parts, [0] * parts
+        self.loads, self.pairs = [0.0] * parts, [0.0] * parts
         self._idlest = [(0.0, part) for part in range(parts)]  # a heap, without those that have no room for anything
         self._smallest, self._refused = smallest, budget.length + 1
 
@@ -422,7 +428,7 @@ class _Rows:
             if free[slot] >= one.size:
                 free[slot] -= one.size
                 self.loads[part] += one.cost
-                self.tokens[part] += one.tokens
+                self.pairs[part] += one.pairs
                 row = part * len(free) + slot
                 heapq.heapreplace(self._idlest, (load + one.cost, part))
             elif free[slot] >= self._smallest:
@@ -441,15 +447,15 @@ def _best(
 ) -> tuple[_Arrangement, float]:
     """The best arrangement, and the seconds in which everything is done: with the rest as fast, or in one batch."""
     prices, budgets = ladder.prices, {one.budget for one in tried}
-    work, tokens = math.fsum(one.cost for one in bins), sum(one.tokens for one in bins)
+    work = math.fsum(one.cost for one in bins)
     least = min(map(ladder.seconds, budgets))
     room = {budget: budget.length if budget.rows == 1 else budget.rows * budget.spread for budget in budgets}
 
     def seconds(one: _Arrangement) -> float:
         if len(one.where) == len(bins):
             return one.seconds
-        left = tokens - one.tokens
-        pairs = (work - one.cost - prices.token * left) / prices.parts
+        rest = [other for i, other in enumerate(bins) if i not in one.where]
+        left, pairs = sum(other.size for other in rest), math.fsum(other.pairs for other in rest) / prices.parts
         at_once = [ladder.seconds(budget) + pairs for budget in budgets if room[budget] >= left]
         return one.seconds + min([max(least, one.seconds * (work / one.cost - 1)), *at_once])
 

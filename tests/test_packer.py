@@ -107,6 +107,13 @@ def test_what_an_item_costs_counts_its_pairs():
     assert [[p.item for p in places if p.row == row] for row in (0, 1)] == [[0], [1, 2, 3]]
 
 
+def test_an_empty_part_of_a_window_is_no_work_beyond_the_budgets_shape():
+    # 30 seconds of speech; every batch has a second of its own
+    ladder = [Budget(104, 1), Budget(416, 1)]
+    batches = packed([[104, 104, 104, 78]], ladder, window=104, seconds=lambda budget: 1 + budget.tokens)
+    assert shapes(batches) == [(1, 416)]
+
+
 def test_a_device_with_several_rows_is_one_device():
     ladder = Ladder([Budget(8, 4)], Prices(lambda budget: 1.0, 1.0, 0.0, 2))
     places = [p for _, places in pack([[8], [4], [4], [4], [4]], ladder, window=None, units=[1] * 5, names="abcde")
