@@ -3,8 +3,8 @@
     python -m benchmarks.engines ENGINE --encoder NAME --dtype DTYPE --folder FOLDER [--small]
 
 reads lines from stdin and answers each with a JSON object in a line: `CASE` encodes its items, `host CASE` does what
-our host does of it alone, `profile CASE` says where its time goes, `limits` multiplies matrices and reads memory. On a
-GPU where there is one.
+our host does of it alone, `profile CASE` says where its time goes, `limits` multiplies matrices and reads memory, and
+`ready` does nothing. On a GPU where there is one.
 """
 
 import argparse
@@ -331,7 +331,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     items = {case: read(config, given) for case, given in cases.items()}
     for line in sys.stdin:
         asked = line.strip()
-        if asked == "limits":
+        if asked == "ready":
+            answer: dict[str, Any] = {}
+        elif asked == "limits":
             answer = engine.limits()
         elif asked.startswith("profile "):
             answer = {"parts": profiled(engine, items[asked.removeprefix("profile ")])}

@@ -72,7 +72,7 @@ def measure(subject: Subject, dtype: str, python: str, *, small: bool) -> list[R
             for engine, with_python in (("jaxenc", python), ("torch", sys.executable))
         }
         for worker in workers.values():
-            worker.ask("limits")  # it answers once it has loaded, which would take the others' time
+            worker.ask("ready")  # an answer comes once it has loaded, which would take the others' time
         rows = []
         for case in sources(subject.sized(folder)):
             ours, torch = (worker.ask(f"profile {case}") for worker in workers.values())

@@ -5,7 +5,7 @@ half the time. It does so where nothing but the last product is asked for, and w
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -62,19 +62,20 @@ def weighted(
         value: the same.
         bias: what `mask` gives.
     """
-    batched = jax.__version_info__ >= BATCHED
 
-    def at_once(*given: Array) -> Array:
+    def summed(*given: Array, parts: int = 1) -> Array:
         query, key, value, bias = given
         made = scores(dot, query, key, bias)
         made -= jax.lax.stop_gradient(made.max(axis=-1, keepdims=True))
-        parts = 1 if batched else -(-value.shape[-2] // TERMS)
         cut = zip(jnp.array_split(made, parts, axis=-1), jnp.array_split(value, parts, axis=-2), strict=True)
         return reduce(jnp.add, (dot("hqk,hkd->hqd", jnp.exp(x).astype(v.dtype), v) for x, v in cut))
 
-    def head_by_head(*given: Array) -> Array:
-        return jax.lax.map(lambda head: at_once(*(x[None] for x in head), given[-1])[0], given[:-1])
+    def before_batched(*given: Array) -> Array:
+        in_parts = partial(summed, parts=-(-value.shape[-2] // TERMS))
+        if bias.size < ALONE:
+            return in_parts(*given)
+        return jax.lax.map(lambda head: in_parts(*(x[None] for x in head), given[-1])[0], given[:-1])
 
-    if batched or bias.size < ALONE:
-        return at_once(query, key, value, bias)
-    return jax.lax.platform_dependent(query, key, value, bias, cpu=head_by_head, default=at_once)
+    if jax.__version_info__ >= BATCHED:
+        return summed(query, key, value, bias)
+    return jax.lax.platform_dependent(query, key, value, bias, cpu=before_batched, default=summed)
